@@ -82,7 +82,7 @@ _WORDY = 3
 """Words of a function's name; a longer name has a word more easily by chance."""
 _SCALED = {*FACTORS, Cause.WEIGHTS, Cause.ADDEND, Cause.SOFTMAX_SCALE, Cause.HYPERPARAMETERS}
 _LACKING = {Cause.PARTIAL, Cause.COPY, Cause.NEVER_COUNTED}
-_REDUCED = {Cause.PARTIAL, Cause.COPY, Cause.WEIGHTS, *FACTORS}
+_REDUCED = {Cause.PARTIAL, Cause.PARTS, Cause.COPY, Cause.WEIGHTS, *FACTORS}
 _MOVED = {
     *(Cause.ZERO, Cause.OTHER_TIME, Cause.OTHER_MODULE, Cause.OFFSET, Cause.ORDER, Cause.HALVES),
     *(Cause.ROWS, Cause.TOKEN_IDS, Cause.NEVER_COUNTED, Cause.COUNTED_TWICE),
@@ -482,14 +482,14 @@ class _Judge:
         missing = kind is Kind.MAIN_GRAD and Cause.PARTIAL in self._causes
         set_here = {*self._ledger.sources.calls.marks.get(pattern(self._verdict.name), ())}
         selecting = {mark for n in self._reducing for mark in self._code.functions[n].marks}
-        lost = missing and bool(selecting) and not set_here & selecting
+        lost = Cause.PARTS in self._causes if set_here & selecting else missing and bool(selecting)
         # What lacks a reduction by a choice is not most of them.
         chosen = missing and self._few and not lost
         for number in list(suspects.weights):
             marks = {*self._code.functions[number].marks}
             is_built = Clue.BUILT in suspects.clues[number]
             if is_built and lost and marks & selecting:
-                # The reduction selects parameters by marks that this one lacks.
+                # The reduction selects parameters by marks that this one lacks, or has wrongly.
                 suspects.weights[number] = 1.0
                 suspects.add(number, Clue.MARKS, 9.0)
             elif is_built and marks and self._few and not missing:

@@ -10,8 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, axis_combinations
+from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, Pieces, axis_combinations
 from megatron_ttrace.trace.findings import Cause, Finding, PartialSums, WrongCopies
+from megatron_ttrace.trace.views import logical_view
+
+type _Parts = Mapping[int, list[Pieces]]
 
 
 def reduced(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
@@ -79,6 +82,41 @@ def _agree(evidence: Evidence, total: Evidence, groups: Mapping[int, Sequence[in
             if not off <= evidence.tolerance.value * torch.linalg.vector_norm(piece):
                 return False
     return True
+
+
+def parts_summed(evidence: Evidence) -> Finding | None:
+    """Every part is the sum, or the mean, of what ranks along some axes should have apart.
+
+    The repair: each rank's own part.
+    """
+    for axes in axis_combinations(evidence.axes):
+        parts = {part.rank: _different(evidence, part, axes) for part in evidence.parts}
+        for divides in (False, True) if all(parts.values()) else ():
+
+            def own(part: FailedPart, *, mean: bool = divides, of: _Parts = parts) -> Pieces:
+                others = of[part.rank]
+                total = [torch.stack(pieces).sum(0) for pieces in zip(*others, strict=True)]
+                scale = len(others) if mean else 1
+                triples = zip(evidence.expected(part), part.pieces, total, strict=True)
+                return [right + (piece - summed / scale) for right, piece, summed in triples]
+
+            if evidence.repairs(own):
+                return Finding(Cause.PARTS, axes)
+    return None
+
+
+def _different(evidence: Evidence, part: FailedPart, axes: Sequence[str]) -> list[Pieces]:
+    """The reference's values of the different parts along axes; empty if it has no such parts."""
+    held = (evidence.held.get(rank, ()) for rank in _group(evidence, part, axes))
+    apart = {tuple(box.region for box in boxes): boxes for boxes in held}
+    extents = [box.extent for box in part.boxes]
+    is_alike = all([box.extent for box in boxes] == extents for boxes in apart.values())
+    if len(apart) < 2 or not is_alike or tuple(box.region for box in part.boxes) not in apart:
+        return []
+    evidence.work.spend(len(apart) * sum(map(torch.Tensor.numel, part.pieces)))
+    return [
+        [logical_view(evidence.reference, box).float() for box in boxes] for boxes in apart.values()
+    ]
 
 
 def some_copies(evidence: Evidence) -> WrongCopies | None:

@@ -50,6 +50,7 @@ CLOSING: tuple[Closing, ...] = (
     summands.gradient,
     summands.addend,
     sources.elsewhere,
+    replicas.parts_summed,
     position.rows,
     scaling.rounded,
     sources.operand,

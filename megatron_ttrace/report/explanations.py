@@ -181,6 +181,9 @@ def _texts(finding: f.Finding, verdict: Judged, summed: AbstractSet[str] = froze
         return _rendered(finding)
     if finding.cause is Cause.ZERO:
         return _ZERO.get(verdict.kind.name, ("all zero", ""))
+    if finding.cause is Cause.PARTS:
+        text = f"the sum, or mean, of the different parts that ranks along {axes} should have"
+        return text, f"a reduction over ranks along {axes}, which have different parts"
     if finding.cause is Cause.CUT_OFF:
         return notes_text([f.Note(f.Remark.CUT_OFF)]), ""
     return _CAUSES.get(finding.cause.name, (notes_text(verdict.notes), ""))

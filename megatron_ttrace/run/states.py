@@ -263,10 +263,7 @@ class StateSession:
         from megatron.training import checkpointing, training
 
         leaf, scheduler = type(next(leaves_of(self.model.optimizer))), type(self._scheduler)
-        # Of its descriptions for several formats, that which ran.
-        forms = (name for name in dir(leaf) if name.startswith("sharded_param_state_"))
-        ran = (called(class_place(leaf, name), self._ran) for name in forms if self._ran)
-        described = next(filter(None, ran), class_place(leaf, "sharded_state_dict"))
+        described = describing(leaf, self._ran)
         loads = function_place(checkpointing.load_checkpoint)
         loaded = class_place(leaf, "load_state_dict") or described
         optimizer = Code(described, called(loaded, self._ran) or loads)
@@ -300,6 +297,13 @@ def called(place: str, ran: Functions) -> str:
     """A place, unless it is known that its function did not run."""
     one = Place.of(place, Clue.RAN)
     return "" if ran and one and (one.file, one.function) not in ran else place
+
+
+def describing(optimizer: type, ran: Functions) -> str:
+    """Where an optimizer describes its state: of its methods for formats, that which ran."""
+    forms = (name for name in dir(optimizer) if name.startswith("sharded_param_state_"))
+    places = (called(class_place(optimizer, name), ran) for name in forms if ran)
+    return next(filter(None, places), class_place(optimizer, "sharded_state_dict"))
 
 
 def _is_weight(part: StateTensor) -> bool:

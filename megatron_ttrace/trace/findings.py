@@ -30,6 +30,7 @@ class Cause(StrEnum):
     CAST = "cast"
     PRECISION = "precision"
     PARTIAL = "partial_sums"
+    PARTS = "sum_of_parts"
     WEIGHTS = "microbatch_weights"
     ADDEND = "addend"
     OTHER_TIME = "other_time"
@@ -440,10 +441,7 @@ class Lack(StrEnum):
 
 
 class Miscounted(Finding):
-    """Elements of ``names`` are ``least`` to ``most`` times in a statistic (in the first of them).
-
-    ``lack``: why, if never.
-    """
+    """Elements of ``names`` are ``least`` to ``most`` times in a statistic; ``lack``: why never."""
 
     statistic: Statistic
     least: int

@@ -54,7 +54,8 @@ from tests.diagnose.ran_by_hand import (
     wrong,
 )
 
-PARTIAL, TWICE = Finding(Cause.PARTIAL, ("tp",)), ConstantFactor(Cause.TOO_LARGE, ratio=2.0)
+PARTIAL, PARTS = Finding(Cause.PARTIAL, ("tp",)), Finding(Cause.PARTS, ("tp",))
+TWICE = ConstantFactor(Cause.TOO_LARGE, ratio=2.0)
 
 FORWARD = collective("reduce", module=LINEAR, direction=F)
 SMALL = ConstantFactor(Cause.TOO_SMALL, ("tp", "dp"), ratio=0.5)
@@ -64,8 +65,7 @@ NORMS, GRADIENTS = collective("reduce_norms"), collective("sync_grads", "dp", by
 GATHERED = collective("gather", module=LINEAR, direction=B)
 ELSEWHERE = collective("reduce", module=NORM, direction=F)
 NORM_SUM, ZEROS = (collective(name, direction=U) for name in ("clip_by_norm", "count_zeros"))
-PASSING = tuple(judged(Kind.MAIN_GRAD, name) for name in "abc")
-"""With these, few gradients fail."""
+PASSING = tuple(judged(Kind.MAIN_GRAD, name) for name in "abc")  # few gradients fail
 
 
 def places(
@@ -132,6 +132,7 @@ FIRST: list[tuple[Judged, Finding | None, Ledger, tuple[Judged, ...], str, Clue]
     # The parameter lacks the mark that the reduction selects by, or something selects by the mark.
     (G, PARTIAL, record(NORMS), (), "Linear.__init__", Clue.MARKS),
     (G, PARTIAL, record(NORMS, marks=marking(MARKED)), (), "reduce_norms", Clue.REDUCES),
+    (G, PARTS, record(NORMS, marks=marking(MARKED)), (), "Linear.__init__", Clue.MARKS),
     # A mark that only what fails has.
     (G, None, record(NORMS, GRADIENTS, marks=marking(MARKED)), (), "reduce_norms", Clue.SELECTS),
     (

@@ -196,6 +196,10 @@ EXPLAINED: list[tuple[Repair, Evidence, str]] = [
         of(SMALL, 2**15 * SMALL, on(dp=2), numbers=NUMBERS | {"shards": 64.0}),
         "not the size",
     ),
+    *(
+        (explain, of(ROWS, each * ROWS.view(2, 16, 12).sum(0), on(tp=2), placement=BY_TP), words)
+        for each, words in ((1, "different parts that ranks along tp"), (0.5, "or mean, of the"))
+    ),
     (scaling.rounded, rounded(torch.bfloat16), "rounded to bf16"),
     (scaling.rounded, rounded(torch.float16), "rounded to fp16"),
     (scaling.rounded, rounded(torch.float8_e4m3fn), "rounded to FP8 (E4M3)"),

@@ -42,3 +42,27 @@ def test_what_should_have_been_called() -> None:
     assert states.called(place, ran) == ""
     assert states.called(place, {*ran, ("megatron/schedule.py", "Schedule.load")}) == place
     assert states.called(place, set()) == place
+
+
+class Optimizer:
+    """Describes its state in one of two formats."""
+
+    def sharded_state_dict(self) -> None:
+        """Calls one of these."""
+
+    def sharded_param_state_a(self) -> None:
+        """A format."""
+
+    def sharded_param_state_b(self) -> None:
+        """Another one."""
+
+
+@pytest.mark.parametrize(
+    ("ran", "method"),
+    [("sharded_param_state_b", "sharded_param_state_b"), ("", "sharded_state_dict")],
+)
+def test_the_format_of_an_optimizers_state(ran: str, method: str) -> None:
+    """What described it is a place to look at, not what calls this."""
+    functions = {(HERE, f"Optimizer.{ran}")}
+    assert states.describing(Optimizer, functions).endswith(f"(Optimizer.{method})")
+    assert states.describing(Optimizer, set()).endswith("(Optimizer.sharded_state_dict)")
