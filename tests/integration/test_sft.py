@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.jobs.shrink import documents
+from megatron_ttrace.trace.files import load_report
 from megatron_ttrace.trace.records import Kind, Outcome
 from tests.integration import jobs
 from tests.integration.jobs import CP, PP, ROOT, SCRIPT
@@ -65,8 +66,12 @@ def test_a_fault(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_shrunk(tmp_path: Path) -> None:
-    """A large job's conversations are replaced, and still divided."""
+    """A large job's conversations are replaced, and divided where a small job does that."""
     large = "--context-parallel-size 8 --tensor-model-parallel-size 4 --sequence-parallel".split()
     format = ("--sft-tokenizer-prompt-format", "nemotron-nano-v2")
     checked = check(tmp_path, *large, *format, flags=("--shrink",), nproc=0)
-    assert any("sequences)" in str(one.placement) for one in checked.verdicts)
+    small = [load_report(folder) for folder in checked.out.iterdir()]
+    assert any("cp" in summary.config for summary, _ in small)
+    for summary, verdicts in small:
+        divided = any("sequences)" in str(verdict.placement) for verdict in verdicts)
+        assert divided == ("cp" in summary.config)
