@@ -234,6 +234,13 @@ def leaves_of(optimizer: Any) -> Iterator[Any]:
         yield from leaves_of(part)
 
 
+def every_optimizer(optimizer: Any) -> list[Any]:
+    """An optimizer and all in it: Megatron's, and torch's."""
+    parts = [every_optimizer(part) for part in getattr(optimizer, "chained_optimizers", ())]
+    outer = [optimizer, *chain(*parts)]
+    return outer if parts else outer + _torch_optimizers(optimizer)
+
+
 def with_remainders(weights: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
     """Main weights of which bf16 weights are the upper 16 bits (``store_param_remainders``)."""
     high = weights.view(torch.int16).to(torch.int32) << 16

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is switched off, on or restored for a rehearsal: random choices, reruns, metrics."""
 
+import math
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -134,11 +136,18 @@ def one_attempt() -> Iterator[None]:
 
 @contextmanager
 def metrics_kept() -> Iterator[None]:
-    """Discard what a rehearsal adds to the metrics that are logged with a step (MoE, MTP)."""
+    """Discard what a rehearsal adds to the metrics that are logged with a step (MoE, MTP).
+
+    And what it would add to files that ``--moe-routing-trace-path`` writes.
+    """
     with ExitStack() as stack:
         for tracker in _trackers():
             stack.enter_context(kept(tracker))
             tracker.clear()
+        module = sys.modules.get("megatron.core.transformer.moe.router_trace")
+        if tracer := module and module.get_moe_router_tracer():
+            stack.enter_context(kept(vars(tracer)))
+            tracer._stopped, tracer.max_steps = True, math.inf
         yield
 
 

@@ -185,8 +185,13 @@ class CandidateSession:
         iterations = self.traced[step]
         count = fronts.current().microbatches()
         block = Block(iterations, count, Served(iterator, count * len(iterations)), run)
-        with quiet.python_state_kept():
-            return self._check(block)
+        plain = self.rehearsal.plain()
+        try:
+            with quiet.python_state_kept():
+                return self._check(block)
+        finally:
+            if not self.settings.exit_after:
+                plain.restore(whole=True)
 
     def _check(self, block: Block) -> int | None:
         """Trace a block, and conclude after the last one."""

@@ -26,7 +26,8 @@ from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Schedu
 from megatron_ttrace.mcore.buffers import Buffers
 from megatron_ttrace.mcore.groups import current_mesh, device_of
 from megatron_ttrace.mcore.names import canonical_names, unwrap
-from megatron_ttrace.mcore.optimizer import Snapshot, owned_by, reload_offloaded
+from megatron_ttrace.mcore.optimizer import Snapshot, every_optimizer, owned_by, reload_offloaded
+from megatron_ttrace.mcore.plain import PlainState
 from megatron_ttrace.mcore.roles import is_of_adapter
 from megatron_ttrace.mcore.sharded_weights import WeightPart, are_published, parts_of, publish
 from megatron_ttrace.run import low_precision
@@ -174,9 +175,9 @@ class Rehearsal:
         self._ranks = ranks
         self._budget = budget
         self._scheduler = scheduler
-        self._schedule = copy.copy(vars(scheduler))
         balancing.keep_biases(chunks)
         self._buffers = Buffers(chunks)
+        self._plain = self.plain()
         self._built_with = quiet.random_states()
         self._errors: list[str] = []
         self._copies = Copies()
@@ -186,15 +187,19 @@ class Rehearsal:
         """Within :meth:`steps`: call ``work`` before the state is restored."""
         self._kept.callback(work, *args)
 
+    def plain(self) -> PlainState:
+        """What is in plain attributes and global variables now."""
+        optimizers = every_optimizer(self.model.optimizer)
+        return PlainState(self.model.chunks, (self._scheduler, *optimizers))
+
     def saved(self) -> Callable[[], None]:
         """Save the training state within :meth:`steps`; returns what puts it back."""
-        start = Snapshot(self.model.chunks, self.model.optimizer)
-        schedule = copy.copy(vars(self._scheduler))
+        start, plain = Snapshot(self.model.chunks, self.model.optimizer), self.plain()
 
         def again() -> None:
             start.restore()
             # Otherwise a replay's second step would have the learning rate of a later one.
-            vars(self._scheduler).update(schedule)
+            plain.restore()
             low_precision.restart_scales(self._args, self.model.chunks, self.model.mesh)
 
         return again
@@ -216,7 +221,6 @@ class Rehearsal:
         """
         self._buffers.restore()
         self._built_with()
-        vars(self._scheduler).update(self._schedule)
         self._scheduler.step(increment=0)
         if self.start is not None:
             handoff.restore(self.model, *self.start)
@@ -399,6 +403,8 @@ class Rehearsal:
 
     def _keep(self, kept: ExitStack, *, restore: bool) -> None:
         self._copies = kept.enter_context(self._room())
+        kept.callback(self.plain().restore)
+        self._plain.restore()  # and the schedule
         kept.enter_context(quiet.one_attempt())
         off = quiet.Off() if cpu.active() else 0.0
         kept.enter_context(quiet.without_dropout(self.model.chunks, off))
@@ -419,12 +425,10 @@ class Rehearsal:
             self._ranks.meet("saving the training state")
             self._settle()
             snapshot = Snapshot(self.model.chunks, self.model.optimizer, self._copies)
-        scheduler = copy.copy(vars(self._scheduler))
         # Restoring may communicate: either all ranks do it or none.
         self._ranks.meet("saving the training state")
         if snapshot is not None:
             kept.callback(snapshot.restore)
-        kept.callback(vars(self._scheduler).update, scheduler)
         # A gather that the optimizer's step began would overwrite what is restored.
         kept.callback(self._settle)
 

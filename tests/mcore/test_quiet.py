@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is switched on for a rehearsal."""
 
+import sys
 import types
 
 import pytest
@@ -24,3 +25,17 @@ def test_what_clips_acts(
     with quiet.clipped([model]):
         assert getattr(config, name) == (quiet._THRESHOLDS[name] if acts else before)
     assert getattr(config, name) == before
+
+
+def test_a_trace_of_routers_has_no_step_of_a_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it end sooner (``RouterTracer``)."""
+    tracer = types.SimpleNamespace(_stopped=False, max_steps=1, steps=0)
+    name = "megatron.core.transformer.moe.router_trace"
+    module = types.SimpleNamespace(get_moe_router_tracer=lambda: tracer)
+    monkeypatch.setitem(sys.modules, name, module)
+    before = dict(vars(tracer))
+    with quiet.metrics_kept():
+        assert tracer._stopped
+        tracer.steps += 1
+        assert tracer.steps < tracer.max_steps
+    assert vars(tracer) == before

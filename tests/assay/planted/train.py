@@ -133,16 +133,26 @@ def spill() -> None:
 
 
 def print_bits() -> None:
-    """After each step, as hexadecimal floats: losses, the norm, and a checksum of the weights."""
+    """After each step, as hexadecimal floats: losses, the norm, and a checksum of the weights.
+
+    And how often the model has run since the step before, by its own count.
+    """
     import megatron.training.training as training
     import torch
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     log, setup, chunks = training.training_log, training.setup_model_and_optimizer, []
+    counting: list[Any] = []
 
     def setup_model(*args: Any, **more: Any) -> Any:
         result = setup(*args, **more)
         chunks.extend(result[0])
+        model = chunks[0]
+        while hasattr(model, "module"):
+            model = model.module
+        model.calls = 0
+        model.register_forward_hook(lambda *_: setattr(model, "calls", model.calls + 1))
+        counting.append(model)
         return result
 
     def training_log(losses: dict[str, Any], *args: Any, **more: Any) -> Any:
@@ -157,7 +167,8 @@ def print_bits() -> None:
             print("BITS", logged["iteration"], *values, norm, hooks, flush=True)
             watched = originals != (training.setup_model_and_optimizer, training.train_step)
             print("LOOP", "watched" if watched else "untouched", flush=True)
-        print("BITS", logged["iteration"], "weights of", rank, _digest(chunks), flush=True)
+        calls, counting[0].calls = counting[0].calls, 0
+        print("BITS", logged["iteration"], "of", rank, _digest(chunks), calls, flush=True)
         return log(losses, *args, **more)
 
     training.training_log, training.setup_model_and_optimizer = training_log, setup_model

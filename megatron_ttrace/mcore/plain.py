@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers, texts, small tensors and containers of them, in plain attributes and global variables.
+
+A fork counts its steps in them, or keeps running means. Rehearsals are no steps of the run. But
+that a cache or a flag is left from an earlier step must show in a traced one: before that,
+only numbers, containers and tensors that were there are what they were.
+"""
+
+import copy
+import numbers
+import sys
+import sysconfig
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_ttrace.mcore.names import unwrap
+
+_CONTAINERS = (list, dict, set, deque, Counter, defaultdict)
+_MOST = 1000
+"""Items of a container, ..."""
+_LARGEST = 1 << 16
+"""... and elements of a tensor; larger ones are left alone."""
+_MISSING = object()
+_OF_TORCH = frozenset(vars(torch.nn.Module()))
+_MANAGED = ("transformer_engine.", "megatron_ttrace.")
+"""Where classes are defined whose attributes belong together with states that are not plain."""
+_HOOKS = """
+_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _post_accumulate_grad_hooks
+""".split()
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+
+
+class PlainState:
+    """What the modules of some models, other objects and the user's code hold now."""
+
+    def __init__(self, chunks: Iterable[torch.nn.Module], others: Iterable[object]) -> None:
+        """Copy it."""
+        modules = [module for chunk in chunks for module in unwrap(chunk).modules()]
+        self._modules = [_Kept(module) for module in modules if not _is_managed(module)]
+        self._others = [_Kept(other) for other in (*others, *_users_modules())]
+
+    def restore(self, *, whole: bool = False) -> None:
+        """Put numbers, containers and tensors back that were there.
+
+        ``whole``: of modules also what is new, flags and texts.
+        """
+        for kept in self._modules:
+            kept.restore(whole=whole)
+        for kept in self._others:
+            kept.restore()
+
+
+class _Kept:
+    """The plain attributes of one object."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self._values = {name: (value, _copied(value)) for name, value in _plain_of(owner)}
+        self._rest = _rest_of(owner)
+
+    def restore(self, *, whole: bool = False) -> None:
+        values = vars(self._owner)
+        # What was made or registered once, as a flag or a length says, is there only once.
+        whole = whole and self._rest == _rest_of(self._owner)
+        for name in [name for name, _ in _plain_of(self._owner) if name not in self._values]:
+            if whole:
+                del values[name]
+        for name, (before, content) in self._values.items():
+            now = values.get(name, _MISSING)
+            if _is_alike(before, now) or (whole and (now is _MISSING or _is_plain(now))):
+                _refill(before, content)
+                values[name] = before
+
+
+def _plain_of(owner: Any) -> Iterator[tuple[str, Any]]:
+    ignored = _OF_TORCH if isinstance(owner, torch.nn.Module) else ()
+    for name, value in [*vars(owner).items()]:
+        if name not in ignored and not name.startswith("__") and _is_plain(value):
+            yield name, value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return type(value) is torch.Tensor and value.numel() <= _LARGEST and _is_there(value)
+    if type(value) in _CONTAINERS:
+        items = value.values() if isinstance(value, dict) else value
+        return len(value) <= _MOST and all(map(_is_simple, items))
+    return _is_simple(value)
+
+
+def _is_simple(value: Any) -> bool:
+    return value is None or isinstance(value, numbers.Number | str | bytes)
+
+
+def _is_there(tensor: torch.Tensor) -> bool:
+    """Whether it has values: the memory of some is given back between steps."""
+    return tensor.device.type != "meta" and tensor.untyped_storage().nbytes() > 0
+
+
+def _is_alike(before: Any, now: Any) -> bool:
+    """Whether both are numbers but no flags, containers, or tensors of one form."""
+    if isinstance(before, torch.Tensor):
+        form = before.shape, before.dtype, before.device
+        return (
+            _is_plain(now) and torch.is_tensor(now) and form == (now.shape, now.dtype, now.device)
+        )
+    if type(before) in _CONTAINERS:
+        return type(now) is type(before) and _is_plain(now)
+    return all(isinstance(v, numbers.Number) and not isinstance(v, bool) for v in (before, now))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone(), value._version
+    return copy.copy(value) if type(value) in _CONTAINERS else value
+
+
+def _refill(value: Any, content: Any) -> None:
+    """Write what a container or tensor held into it: others may refer to it."""
+    if isinstance(value, torch.Tensor):
+        data, version = content
+        if value._version != version and _is_there(value):
+            value.detach().copy_(data)
+    elif type(value) in _CONTAINERS:
+        value.clear()
+        (value.update if isinstance(value, dict | set) else value.extend)(content)
+
+
+def _rest_of(owner: Any) -> list[tuple[str, int]]:
+    """Which other attributes a module has, and how many hooks it and its parameters have."""
+    if not isinstance(owner, torch.nn.Module):
+        return []
+    plain = {name for name, _ in _plain_of(owner)}
+    rest = [(n, id(v)) for n, v in vars(owner).items() if n not in plain and n not in _OF_TORCH]
+    hooked = (owner, *owner.parameters(recurse=False))
+    return rest + [(n, len(getattr(each, n, None) or ())) for each in hooked for n in _HOOKS]
+
+
+def _is_managed(module: torch.nn.Module) -> bool:
+    kinds = (kind.__module__ for kind in type(module).__mro__ if kind is not torch.nn.Module)
+    return any(f"{kind}.".startswith(_MANAGED) for kind in kinds)
+
+
+def _users_modules() -> Iterator[Any]:
+    """The script, and the modules that are not installed."""
+    library = sysconfig.get_path("stdlib")
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or file.startswith(library) or name == "__mp_main__":
+            continue
+        if not any(part in file for part in _INSTALLED) and not f"{name}.".startswith(_MANAGED):
+            yield module

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fork counts and keeps in attributes and global variables is put back."""
+
+import types
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ttrace.mcore import plain
+from megatron_ttrace.mcore.plain import PlainState
+
+COUNT = 3
+
+
+class Layer(torch.nn.Module):
+    """Keeps what layers of forks keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.first, self.mean = 0, True, torch.zeros(2)
+        self.norms: deque[float] = deque([1.0])
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self) -> None:
+        """A step."""
+        self.calls += 1
+        self.first = False
+        self.mean.add_(1.0)
+        self.norms.append(2.0)
+        self.cached = torch.ones(3)
+
+
+def test_numbers_containers_and_tensors_are_put_back_where_they_are() -> None:
+    """A flag and a cache that a step made show in the next one; at the end they are gone, too."""
+    layer = Layer()
+    mean, norms = layer.mean, layer.norms
+    state = PlainState([torch.nn.Sequential(layer)], ())
+    for whole in (False, True):
+        layer()
+        layer()
+        state.restore(whole=whole)
+        assert (layer.calls, layer.mean, layer.norms) == (0, mean, norms)
+        assert mean.tolist() == [0.0, 0.0]
+        assert list(norms) == [1.0]
+        assert layer.first == whole
+        assert hasattr(layer, "cached") != whole
+
+
+def hook(layer: Layer) -> None:
+    """Registered once."""
+    layer.weight.register_hook(lambda gradient: gradient)
+
+
+def module(layer: Layer) -> None:
+    """Made once."""
+    layer.group = object()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("make", [hook, module])
+def test_a_flag_stays_that_says_what_there_is(make: Any) -> None:
+    """Otherwise it would be made a second time."""
+    layer = Layer()
+    state = PlainState([layer], ())
+    layer()
+    make(layer)
+    state.restore(whole=True)
+    assert not layer.first
+    assert layer.calls == 0
+
+
+def test_others_and_global_variables() -> None:
+    """Of an optimizer, a schedule and the user's own code the numbers."""
+    global COUNT
+    schedule = types.SimpleNamespace(steps=1, history=[1], begun=False)
+    state = PlainState([], [schedule])
+    COUNT = schedule.steps = 5
+    schedule.begun = True
+    schedule.history.append(2)
+    state.restore(whole=True)
+    assert COUNT == 3
+    assert vars(schedule) == {"steps": 1, "history": [1], "begun": True}
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.zeros(plain._LARGEST + 1), torch.ones(plain._LARGEST + 1)),
+        ({"a": object()}, {"b": object()}),
+        (None, object()),
+        (1, True),
+    ],
+)
+def test_what_is_not_alike_stays(before: Any, now: Any) -> None:
+    """A table that has grown, what is large, objects."""
+    owner = types.SimpleNamespace(value=before)
+    state = PlainState([], [owner])
+    owner.value = now
+    state.restore()
+    assert owner.value is now
