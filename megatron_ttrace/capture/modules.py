@@ -40,7 +40,7 @@ from megatron_ttrace.capture.experts import (
 )
 from megatron_ttrace.capture.isolate import substitute
 from megatron_ttrace.capture.schedule_plan import PlanTap, runs_in_pieces
-from megatron_ttrace.mcore.names import Names, called_in
+from megatron_ttrace.mcore.names import Names, called_in, stage_flag
 from megatron_ttrace.placement.plan import Known
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.errors import TTraceError
@@ -153,7 +153,7 @@ class ModuleTap:
                 after.append(guarded(self._root_ends))
             if is_root or not spans:
                 before.append(guarded(self._crosses, Kind.INPUT, name))
-            ends_in_loss = is_root and getattr(module, "post_process", True)
+            ends_in_loss = is_root and stage_flag(module, "post_process")
             if ends_in_loss or not (spans or is_root):
                 after.append(guarded(self._crosses, Kind.OUTPUT, name))
             if is_root:

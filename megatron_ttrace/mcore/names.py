@@ -77,7 +77,7 @@ def canonical_names(chunk: torch.nn.Module, *, expert_offset: int = 0) -> Names:
         # A chunk without layers has the embedding or the loss only
         # (--account-for-embedding-in-pipeline-split).
         if layers or (prefix.endswith(".layers") and not any(module.named_children())):
-            spans.add(prefix.rpartition(".")[0])
+            spans |= _around(prefix.rpartition(".")[0])
         for local, _ in module.named_children():
             leaf = layers.get(local) or _expert_number(prefix, local, expert_offset)
             inner = _join(prefix, leaf)
@@ -114,6 +114,19 @@ def called_in(layer: str, name: str) -> str:
     return name if is_within(name, layer) else f"{name}#{layer.replace('.', '/')}"
 
 
+def stage_flag(chunk: torch.nn.Module, name: str) -> bool:
+    """A flag of the model: a fork may have it inside another one that does not say so."""
+    return next((bool(vars(m)[name]) for m in chunk.modules() if name in vars(m)), True)
+
+
+def _around(block: str) -> set[str]:
+    """A block of layers, and the models that it is in; in a layer only itself."""
+    parts = block.split(".")
+    if any(map(str.isdigit, parts)):
+        return {block}
+    return {".".join(parts[:end]) for end in range(len(parts) + 1)}
+
+
 def _head_is_unused(chunk: torch.nn.Module) -> bool:
     """Whether the head has a weight of its own that is never read.
 
@@ -124,7 +137,7 @@ def _head_is_unused(chunk: torch.nn.Module) -> bool:
     """
     tied = getattr(chunk, "share_embeddings_and_output_weights", False)
     return bool(
-        tied and getattr(chunk, "mtp_process", False) and not getattr(chunk, "pre_process", True)
+        tied and getattr(chunk, "mtp_process", False) and not stage_flag(chunk, "pre_process")
     )
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron_ttrace.capture.step import TracedModel
-from megatron_ttrace.mcore.names import called_in, canonical_names, unwrap
+from megatron_ttrace.mcore.names import called_in, canonical_names, stage_flag, unwrap
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.trace.records import ROOT
 from tests.capture.recorder import Block
@@ -53,6 +53,19 @@ def test_parts_of_a_layer_in_a_list():
     assert names.modules[f"{branches}.1"] is stage.decoder.layers[0].branches[1]
     assert len(names.parameters) == len(list(stage.parameters()))
     assert names.spans == {"", "decoder"}
+
+
+def test_a_model_in_another_is_a_stage_of_it():
+    """What enters and leaves it depends on the stage, which only itself may say."""
+    around = nn.Module()
+    around.gpt = Stage()
+    around.gpt.pre_process = around.gpt.post_process = False
+    around.gpt.decoder.layers[0].inner = Stage()
+    names = canonical_names(around)
+    inner = "gpt.decoder.layers.2.inner.decoder"
+    assert names.spans == {"", "gpt", "gpt.decoder", inner}
+    assert not stage_flag(around, "post_process")
+    assert stage_flag(nn.Linear(2, 2), "post_process")
 
 
 def test_a_model_in_another():

@@ -54,6 +54,11 @@ class Axes:
         copies, remainder = divmod(self.tp * self.cp * self.dp, self.ep * self.etp)
         return 0 if remainder else copies
 
+    @property
+    def copies_experts_only(self) -> bool:
+        """Whether only experts have copies: they are divided among fewer ranks than the rest."""
+        return self.dp * self.cp == 1 < self.edp
+
     def spread(self) -> tuple[str, ...]:
         """The axes along which something is divided."""
         return tuple(name for name in FLAGS if getattr(self, name) > 1)
@@ -307,10 +312,16 @@ def _fitting(
 
 
 def _cover(candidates: Sequence[tuple[Axes, set[tuple[str, ...]]]]) -> list[Axes]:
-    """Few jobs that together have all pairs that some have; among equals the smaller world."""
+    """Few jobs that together have all pairs that some have; among equals the smaller world.
+
+    If possible without jobs whose only copies are those of experts, for which code may be missing
+    that nobody needs (finding 90).
+    """
     chosen: list[Axes] = []
-    while any(pairs for _, pairs in candidates):
-        job, covered = min(candidates, key=lambda one: (-len(one[1]), one[0].ranks))
+    while candidates := [(job, pairs) for job, pairs in candidates if pairs]:
+        job, covered = min(
+            candidates, key=lambda c: (c[0].copies_experts_only, -len(c[1]), c[0].ranks)
+        )
         chosen.append(job)
         candidates = [(other, pairs - covered) for other, pairs in candidates]
     return chosen

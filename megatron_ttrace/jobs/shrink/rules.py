@@ -388,6 +388,12 @@ def buckets(case: Case) -> Iterator[Change]:
         yield Change("ddp_bucket_size", ("20000",), "several buckets, as in a large model")
 
 
+def offloading(case: Case) -> Iterator[Change]:
+    """Of single activations: Megatron's own limit is above all of a small model."""
+    if case.flags.has("fine_grained_activation_offloading"):
+        yield from _sizes("those of a small model, too", min_offloaded_tensor_size=1)
+
+
 def vocabulary(case: Case) -> Iterator[Change]:
     """That of the data: 257 tokens, which need some padding."""
     if case.own_data:
@@ -451,6 +457,7 @@ RULES: tuple[Callable[[Case], Iterator[Change]], ...] = (
     batch,
     groups_of_microbatches,
     buckets,
+    offloading,
     vocabulary,
     schedule,
     main_weights,

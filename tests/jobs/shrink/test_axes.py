@@ -138,6 +138,15 @@ def test_sizes_that_differ(tp, cp, pp, dp, ep, most):
             assert any(getattr(axes_, one) != getattr(axes_, other) for axes_ in small)
 
 
+@pytest.mark.parametrize("ep", [1, 8])
+def test_not_only_experts_have_copies(ep):
+    """Megatron's code for that may be wrong, and the large job does not run it."""
+    job = flags(2, num_experts=8, expert_model_parallel_size=ep, expert_tensor_parallel_size=1)
+    small = axes.jobs(job, axes.of_large(job, 32), 8)
+    assert not any(axes_.copies_experts_only for axes_ in small)
+    assert any(axes_.tp != axes_.dp for axes_ in small)
+
+
 def test_what_does_not_fit():
     """Is named, with the number that it takes."""
     job = flags(2, 1, 2)

@@ -346,6 +346,13 @@ def test_buckets():
     assert changes(rules.buckets, "") == ""
 
 
+def test_offloaded_activations():
+    """None of a small model would be."""
+    words = "--fine-grained-activation-offloading --offload-modules core_attn"
+    assert changes(rules.offloading, words) == "min_offloaded_tensor_size=1"
+    assert changes(rules.offloading, "--offload-modules core_attn") == ""
+
+
 def test_vocabulary_and_schedule():
     """Padding stays possible; what decays gets its length."""
     assert changes(rules.vocabulary, "--make-vocab-size-divisible-by 3232") == (
