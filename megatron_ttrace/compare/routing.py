@@ -11,11 +11,14 @@ groups are chosen first, by the sum of their k/g best scores. Where the two runs
 different groups, the regret is by how much one of these is below the lowest of the best groups.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.trace.captured import Groups, Routed
 from megatron_ttrace.trace.checksum import checksum
+from megatron_ttrace.trace.records import Kind, TraceKey
 
 
 def choice(routed: Routed, reference: torch.Tensor) -> tuple[Sums, int]:
@@ -43,6 +46,14 @@ def choice(routed: Routed, reference: torch.Tensor) -> tuple[Sums, int]:
     # An expert that nobody may choose has an infinite score, which is the size of nothing.
     sized = exact.where(exact.isfinite(), 0.0)
     return _sums(sized, regret, terms, ours), int(differs.sum())
+
+
+def unseen(keys: Iterable[TraceKey]) -> list[str]:
+    """Routers whose experts got tokens although nobody asked for the reference's choice."""
+    routed = {key.name for key in keys if key.kind is Kind.ROUTING}
+    experts = (name for name in routed if name.endswith(".experts"))
+    routers = {f"{name.removesuffix('experts')}router" for name in experts}
+    return sorted(routers - routed)
 
 
 def left(

@@ -312,8 +312,8 @@ _FOLDERS = ("data_cache_path", "load", "pretrained_checkpoint", "save", "tensorb
 
 
 def _tree(folder: Path, reads: set[str]) -> str:
-    """A hash of a package's Python files; Megatron's core has about 8 MB of them."""
-    return _content(contents.python_files(folder), reads)
+    """A hash of a package's Python files and compiled modules: in Megatron about 8 MB."""
+    return _content(contents.python_files(folder, contents.CODE), reads)
 
 
 def _beside(script: Path) -> dict[str, Path]:
@@ -329,7 +329,7 @@ def _beside(script: Path) -> dict[str, Path]:
     files = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py"):
+        if not isinstance(file, str) or not file.endswith(contents.CODE):
             continue
         path = _resolved(file)
         if (

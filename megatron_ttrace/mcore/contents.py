@@ -80,10 +80,14 @@ def _version_of(file: str | Path) -> _Version | None:
     return str(file), state.st_ino, state.st_size, state.st_mtime_ns
 
 
-def python_files(folder: Path) -> dict[str, str]:
+CODE = (".py", ".so")
+"""Ends of names of files that Python imports."""
+
+
+def python_files(folder: Path, ends: str | tuple[str, ...] = ".py") -> dict[str, str]:
     """The Python files of a package, by their paths in it with slashes, in order."""
     # Neither ``rglob`` nor ``relative_to``, which take ten times as long.
     inside = len(os.path.join(folder, ""))
     files = (os.path.join(where, name) for where, _, names in os.walk(folder) for name in names)
-    python = sorted(file for file in files if file.endswith(".py"))
+    python = sorted(file for file in files if file.endswith(ends))
     return {file[inside:].replace(os.sep, "/"): file for file in python}

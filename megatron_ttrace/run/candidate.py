@@ -27,6 +27,7 @@ from megatron_ttrace.capture.initial import (
 )
 from megatron_ttrace.capture.state import held_numbers
 from megatron_ttrace.capture.step import TracedModel
+from megatron_ttrace.compare import routing
 from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.jobs import edited, provenance, reference_layout
 from megatron_ttrace.jobs.processes.progress import NOTICE, say
@@ -319,6 +320,12 @@ class CandidateSession:
         )
         if layout := reference_layout.decoded(self.comparison.reference.reference.layout):
             self._notice(reference_layout.notice(layout, self.args))
+        if unseen := routing.unseen(self.comparison.reference):
+            self._notice(
+                f"{unseen[0]}: experts are chosen by code that does not ask for a replayed choice, "
+                "so where scores are equal within rounding another one may be right: in case of "
+                "doubt check in float32"
+            )
         self._timings["reference"] = time.monotonic() - self._ordered
         self._waited = time.monotonic() - began
 

@@ -2,10 +2,11 @@
 """The traced steps of a candidate on one rank, compared while they run."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
+from megatron_ttrace.capture.experts import can_follow
 from megatron_ttrace.capture.initial import Initial
 from megatron_ttrace.capture.step import StepSink, TracedModel
 from megatron_ttrace.compare import tolerance
@@ -14,6 +15,7 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.mcore import fronts
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.partials import partials
 from megatron_ttrace.mcore.stacked import head_rows, stacked_outputs
 from megatron_ttrace.placement.mesh import Mesh
@@ -131,7 +133,7 @@ def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -
         stacked=stacked_outputs(model.names),
         head_rows=head_rows(model.names),
         loss_scale=scale,
-        dispatcher=dispatcher(args),
+        dispatcher=dispatcher(model.names, args),
         partials=partials(model.names),
         bounds=fronts.current().bounds() if model.mesh.size("cp") > 1 else (),
     )
@@ -144,6 +146,14 @@ def gradient_factor(args: MegatronArguments, mesh: Mesh) -> float:
     return float(mesh.size("dp") * mesh.size("cp"))
 
 
-def dispatcher(args: MegatronArguments) -> str:
-    """How tokens reach their experts; empty without experts."""
-    return str(args.moe_token_dispatcher_type) if args.num_experts else ""
+def dispatcher(chunks: Iterable[Names], args: MegatronArguments) -> str:
+    """How tokens reach their experts; empty without experts.
+
+    By the option, or the class of a fork's own dispatcher, whatever option that stands for.
+    """
+    if not args.num_experts:
+        return ""
+    layers = [module for names in chunks for module in names.modules.values()]
+    kinds = [getattr(each, "token_dispatcher", None) for each in layers if not can_follow(each)]
+    own = (type(kind).__name__ for kind in kinds if kind is not None)
+    return next(own, str(args.moe_token_dispatcher_type))

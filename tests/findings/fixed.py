@@ -545,6 +545,20 @@ def mixed_groups(start, self):
                 group.start_param_sync()
 
 
+@fix("optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.shard_params")
+def copies_of_experts(shard, self, optimizers, full_param_layouts=None):
+    """Experts are divided among their copies, also if nothing else has any."""
+    sizes = self.dp_cp.size(), self.expt_dp.size()
+    if sizes[0] > 1 or sizes[1] == 1:
+        shard(self, optimizers, full_param_layouts)
+        return
+    if full_param_layouts is None:
+        self._shard_params_ping_pong(optimizers, *sizes)
+    else:
+        self._shard_params_from_layout(optimizers, full_param_layouts, *sizes)
+    self.dp_cp_params_list = None
+
+
 @fix(
     "transformer.experimental_attention_variant.dsa:DSAttention._get_index_share_topk_holder",
     "shared-choices",

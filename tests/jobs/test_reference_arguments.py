@@ -15,6 +15,7 @@ import torch
 from megatron_ttrace.jobs import fingerprint, provenance
 from megatron_ttrace.jobs.reference_arguments import apply, explicit, overrides_of, read_overrides
 from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.mcore import contents
 from megatron_ttrace.trace.errors import TTraceError
 
 
@@ -226,6 +227,21 @@ def test_another_megatron():
     assert "/there" in message
     assert ours["told"]["megatron"] in message
     assert "--ttrace-allow-other-megatron" in message
+
+
+def test_compiled_modules(tmp_path, monkeypatch):
+    """They count as source does, beside the script and in Megatron (``helpers_cpp``)."""
+    file = tmp_path / "kernels.cpython-312-x86_64-linux-gnu.so"
+    module = types.ModuleType("kernels")
+    module.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, "kernels", module)
+    found = []
+    for content in (b"\x7fELF1", b"\x7fELF2"):
+        file.write_bytes(content)
+        assert fingerprint._beside(tmp_path / "train.py")["kernels"] == file
+        files = contents.python_files(tmp_path, contents.CODE)
+        found.append(fingerprint._content(files, set()))
+    assert found[0] != found[1]
 
 
 def test_modules_beside_the_script(tmp_path, monkeypatch):
