@@ -156,7 +156,8 @@ def _install_memory(cuda: Any) -> None:
     )
     actions = (
         "empty_cache ipc_collect reset_peak_memory_stats reset_max_memory_allocated "
-        "reset_accumulated_memory_stats _record_memory_history _dump_snapshot"
+        "reset_accumulated_memory_stats _record_memory_history _dump_snapshot "
+        "set_per_process_memory_fraction"
     )
     for module in (cuda, cuda.memory):
         for names, result in ((numbers, 0), (actions, None)):
@@ -213,7 +214,9 @@ def _install_data_loader(cuda: Any) -> None:
     accelerator: Any = torch.accelerator
     accelerator.is_available = _always(False)
     accelerator.current_accelerator = accelerator.synchronize = accelerator.empty_cache = _always()
-    accelerator.device_count = _always(0)
+    accelerator.device_count = accelerator.current_device_index = _always(0)
+    accelerator.current_stream = _always(_THE_STREAM)
+    accelerator.set_device_index = accelerator.set_stream = _always()
     loader: Any = DataLoader
     make_iterator = loader.__iter__
 

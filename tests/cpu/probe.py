@@ -143,6 +143,9 @@ def queries() -> None:
     assert torch.cuda.is_available()
     assert cpu.needed()
     assert not torch.accelerator.is_available()
+    torch.accelerator.set_device_index(0)
+    assert torch.accelerator.current_device_index() == 0
+    torch.cuda.set_per_process_memory_fraction(0.5)
     assert torch.cuda.memory_allocated() + torch.cuda.memory_stats()["any"] == 0
     assert torch.cuda.get_device_properties(0).total_memory > 0
     assert torch.cuda.get_device_capability() >= (8, 0)  # bf16 is refused below
