@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers, texts, small tensors and containers of them, in plain attributes and global variables.
+"""Numbers, texts, small tensors and containers in plain attributes; numbers in global variables.
 
 A fork counts its steps in them, or keeps running means. Rehearsals are no steps of the run. But
 that a cache or a flag is left from an earlier step must show in a traced one: before that,
@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ _MANAGED = ("transformer_engine.", "megatron_ttrace.")
 _HOOKS = """
 _forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _post_accumulate_grad_hooks
 """.split()
+_FORM = ("shape", "dtype", "device")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
@@ -65,9 +67,9 @@ class _Kept:
         values = vars(self._owner)
         # What was made or registered once, as a flag or a length says, is there only once.
         whole = whole and self._rest == _rest_of(self._owner)
-        for name in [name for name, _ in _plain_of(self._owner) if name not in self._values]:
-            if whole:
-                del values[name]
+        added = [name for name, _ in _plain_of(self._owner) if name not in self._values]
+        for name in added if whole else ():
+            del values[name]
         for name, (before, content) in self._values.items():
             now = values.get(name, _MISSING)
             if _is_alike(before, now) or (whole and (now is _MISSING or _is_plain(now))):
@@ -77,9 +79,15 @@ class _Kept:
 
 def _plain_of(owner: Any) -> Iterator[tuple[str, Any]]:
     ignored = _OF_TORCH if isinstance(owner, torch.nn.Module) else ()
+    wanted = _is_number if isinstance(owner, ModuleType) else _is_plain
     for name, value in [*vars(owner).items()]:
-        if name not in ignored and not name.startswith("__") and _is_plain(value):
+        if name not in ignored and wanted(value):
             yield name, value
+
+
+def _is_number(value: Any) -> bool:
+    """And no flag."""
+    return isinstance(value, numbers.Number) and not isinstance(value, bool)
 
 
 def _is_plain(value: Any) -> bool:
@@ -102,14 +110,10 @@ def _is_there(tensor: torch.Tensor) -> bool:
 
 def _is_alike(before: Any, now: Any) -> bool:
     """Whether both are numbers but no flags, containers, or tensors of one form."""
-    if isinstance(before, torch.Tensor):
-        form = before.shape, before.dtype, before.device
-        return (
-            _is_plain(now) and torch.is_tensor(now) and form == (now.shape, now.dtype, now.device)
-        )
-    if type(before) in _CONTAINERS:
-        return type(now) is type(before) and _is_plain(now)
-    return all(isinstance(v, numbers.Number) and not isinstance(v, bool) for v in (before, now))
+    if type(before) is type(now) and type(before) in (torch.Tensor, *_CONTAINERS):
+        forms = [[getattr(v, name, None) for name in _FORM] for v in (before, now)]
+        return _is_plain(now) and forms[0] == forms[1]
+    return _is_number(before) and _is_number(now)
 
 
 def _copied(value: Any) -> Any:
@@ -144,7 +148,7 @@ def _is_managed(module: torch.nn.Module) -> bool:
     return any(f"{kind}.".startswith(_MANAGED) for kind in kinds)
 
 
-def _users_modules() -> Iterator[Any]:
+def _users_modules() -> Iterator[ModuleType]:
     """The script, and the modules that are not installed."""
     library = sysconfig.get_path("stdlib")
     for name, module in list(sys.modules.items()):

@@ -173,6 +173,12 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
             "--hidden-dropout 0.1",
         ),
         (
+            "copies-of-experts",
+            f"{LLAMA} {EXPERTS} --bf16 --optimizer muon --muon-tp-mode duplicated "
+            "--use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel "
+            "--expert-tensor-parallel-size 1",
+        ),
+        (
             "few-samples whole-batches",
             f"{LLAMA} --dataloader-type cyclic --no-data-sharding --micro-batch-size 1 "
             "--global-batch-size 16",
