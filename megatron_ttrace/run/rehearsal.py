@@ -34,7 +34,7 @@ from megatron_ttrace.run import low_precision
 from megatron_ttrace.run.agreement import EndError, Ranks
 from megatron_ttrace.run.start import handoff
 from megatron_ttrace.run.start.moments import awaken, prime
-from megatron_ttrace.run.start.parameters import fill
+from megatron_ttrace.run.start.parameters import constants_of, fill
 from megatron_ttrace.trace.budget import Budget, host_room
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.copies import Copies
@@ -178,6 +178,10 @@ class Rehearsal:
         balancing.keep_biases(chunks)
         self._buffers = Buffers(chunks)
         self._plain = self.plain()
+        parts = parts_of(chunks)
+        self._constants = constants_of(
+            (parts[p].stepped if p in parts else p, place) for p, place in self.model.places()
+        )
         self._built_with = quiet.random_states()
         self._errors: list[str] = []
         self._copies = Copies()
@@ -283,6 +287,7 @@ class Rehearsal:
             config=get_model_config(self.model.chunks[0]),
             # Beside loaded weights, values that reveal more would drown them.
             init=self._settings.init if names is None else "megatron",
+            constants=self._constants,
             stored=stored,
         )
         for parameter, place in self.model.places():

@@ -6,11 +6,13 @@ of one or a vanishing gradient hides a bug. Weights get the standard deviation G
 that activations and attention scores have the same size at any width (with Megatron's 0.02 the
 attention of a narrow model is uniform and its gradients are mostly rounding). Biases and norm
 weights vary. ``megatron`` uses Megatron's own distributions (``--init-method-std``; biases 0, norm
-weights 1).
+weights 1). What else a fork begins with one number, as a temperature of 1, stays near it: zero or
+less may have no root and no logarithm.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -21,6 +23,8 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.run.start.generator import generate
 from megatron_ttrace.trace.start import StartValues
 from megatron_ttrace.trace.views import local_view, logical_view
+
+_NONE: Mapping[str, float] = MappingProxyType({})
 
 GAIN = 0.5
 """Gain of a linear layer. At 1 a bf16 model of two layers already loses a digit to its depth, and a
@@ -36,13 +40,34 @@ BIAS = 0.05
 differences between tokens, in which the common part cancels but its rounding does not."""
 
 
+def constants_of(parts: Iterable[tuple[torch.Tensor, ParameterPlace]]) -> dict[str, float]:
+    """What vectors and numbers begin with that are neither weights nor biases, by their names.
+
+    Where it is one number, far enough from zero. ``parts`` are what this rank has of parameters.
+    """
+    found = {}
+    for part, place in parts:
+        leaf, dims = place.name.rpartition(".")[2], len(place.logical_shape)
+        if dims < 2 and part.numel() and not leaf.endswith(("weight", "bias")):
+            low, high = (float(end) for end in part.detach().aminmax())
+            if low == high and abs(low) > 4 * BIAS:
+                found[place.name] = low
+    return found
+
+
 def scale_of(
-    name: str, shape: Sequence[int], config: ModelConfig, init: str
+    name: str,
+    shape: Sequence[int],
+    config: ModelConfig,
+    init: str,
+    constants: Mapping[str, float] = _NONE,
 ) -> tuple[float, float]:
     """(mean, standard deviation) of a parameter's start values."""
     leaf = name.rpartition(".")[2]
     if leaf in STATE_SPACE:
         return STATE_SPACE[leaf][init == "megatron"]
+    if (constant := constants.get(name)) is not None:
+        return constant, 0.0 if init == "megatron" else 0.2 * abs(constant)
     is_weight = len(shape) >= 2
     is_output = any(part in f".{name}" for part in (".linear_proj.", ".linear_fc2.", ".out_proj."))
     depth = math.sqrt(2.0 * config.num_layers) if is_output else 1.0
@@ -72,15 +97,17 @@ def fill(
     seed: int,
     config: ModelConfig,
     init: str,
+    constants: Mapping[str, float] = _NONE,
     stored: StartValues | None = None,
 ) -> None:
     """Overwrite a local parameter with its slice of the generated logical one.
 
-    ``stored`` may have that already, with the same bits.
+    ``constants`` are those of :func:`constants_of`; ``stored`` may have the slice already, with the
+    same bits.
     """
     shape, target = place.logical_shape, parameter.data
     logical = stored.parameter(place.name, shape, target.dtype) if stored else None
-    mean, std = scale_of(place.name, shape, config, init)
+    mean, std = scale_of(place.name, shape, config, init, constants)
     with torch.no_grad():
         for box in place.boxes(mesh):
             part = local_view(target, box)
