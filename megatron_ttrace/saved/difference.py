@@ -29,7 +29,15 @@ from megatron_ttrace.trace.findings import Remark
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.outcomes import Reason, Unexercised
-from megatron_ttrace.trace.records import Direction, Kind, Outcome, ParamIndex, Summary, TraceKey
+from megatron_ttrace.trace.records import (
+    ROOT,
+    Direction,
+    Kind,
+    Outcome,
+    ParamIndex,
+    Summary,
+    TraceKey,
+)
 from megatron_ttrace.trace.sanitise import some_of
 from megatron_ttrace.trace.store import META, Entry, TraceReader, TraceWriter, read_meta, seal
 
@@ -336,6 +344,10 @@ class Review:
 
     def __call__(self, verdicts: Sequence[Judged]) -> list[Judged]:
         """The verdicts, with what cannot be compared and known differences ``unchecked``."""
+        # Ids are spread over all rows of a vocabulary.
+        self._other_ids = self._padded is not None and any(
+            v.kind is Kind.INPUT and v.name == ROOT and v.verdict.is_failure for v in verdicts
+        )
         return [
             self._reviewed(verdict) if verdict.verdict.is_failure else verdict
             for verdict in verdicts
@@ -356,8 +368,8 @@ class Review:
             ours, theirs = self._padded
             notices.append(
                 f"vocabularies are padded to {ours} and {theirs} rows: the first "
-                f"{min(self._padded)} are compared. The softmax runs over all rows, so the loss "
-                "and what follows from it differ by design: give both "
+                f"{min(self._padded)} are compared. The softmax runs over all rows, and traced "
+                "steps may spread ids over them, so what follows differs by design: give both "
                 "--make-vocab-size-divisible-by so that the sizes are equal"
             )
         first, second = map(_described, self._sides)
@@ -367,7 +379,8 @@ class Review:
         key = verdict.key
         after_loss = key.direction not in (Direction.START, Direction.FORWARD)
         other_values = verdict.verdict in (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT)
-        if self._padded and other_values and (after_loss or key.kind is Kind.LOSS):
+        loses = after_loss or key.kind is Kind.LOSS or self._other_ids
+        if self._padded and other_values and loses:
             return verdict.unchecked(Reason.PADDED)
         if reason := self._left_out.get(key):
             return verdict.unchecked(reason)

@@ -8,11 +8,13 @@ import shutil
 import pytest
 import torch
 
+from megatron_ttrace.compare.judge import verdict_of
 from megatron_ttrace.report import wording
 from megatron_ttrace.saved import api
+from megatron_ttrace.saved.difference import Review
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import Kind, Outcome, Result, TraceKey
+from megatron_ttrace.trace.records import ROOT, Kind, Outcome, Result, TraceKey
 from megatron_ttrace.trace.sealing import seal_json
 from megatron_ttrace.trace.store import META
 from tests.run import kept
@@ -166,6 +168,19 @@ def test_another_padded_vocabulary(tmp_path):
     other[1] += 1
     report = api.diff(side("a", 4), side("b", 8, other), output=tmp_path / "out")
     assert [verdict.key for verdict in report.failures()] == [kept.EMBEDDING]
+
+
+@pytest.mark.parametrize("are_same", [True, False])
+def test_ids_that_were_spread_over_other_vocabularies(are_same):
+    """Then nothing is the same that is computed from them."""
+    ids = TraceKey(1, 0, Kind.INPUT, ROOT)
+    outcomes = {ids: Outcome.PASS if are_same else Outcome.DIVERGED, kept.OUTPUT: Outcome.DIVERGED}
+    review = Review.__new__(Review)
+    review._padded, review._left_out = (4, 8), {}
+    review._known, review._other_start = [], False
+    verdicts = review([verdict_of(key, (1, 4), found, []) for key, found in outcomes.items()])
+    expected = [None, None] if are_same else [Reason.PADDED] * 2
+    assert [verdict.reason for verdict in verdicts] == expected
 
 
 def test_another_version(tmp_path, a):
