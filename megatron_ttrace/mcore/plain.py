@@ -7,6 +7,7 @@ only numbers, containers and tensors that were there are what they were.
 """
 
 import copy
+import functools
 import numbers
 import sys
 import sysconfig
@@ -42,7 +43,7 @@ class PlainState:
         """Copy it."""
         modules = [module for chunk in chunks for module in unwrap(chunk).modules()]
         self._modules = [_Kept(module) for module in modules if not _is_managed(module)]
-        self._others = [_Kept(other) for other in (*others, *_users_modules())]
+        self._others = [_Kept(other) for other in (*others, *_users_modules(len(sys.modules)))]
 
     def restore(self, *, whole: bool = False) -> None:
         """Put numbers, containers and tensors back that were there.
@@ -148,12 +149,16 @@ def _is_managed(module: torch.nn.Module) -> bool:
     return any(f"{kind}.".startswith(_MANAGED) for kind in kinds)
 
 
-def _users_modules() -> Iterator[ModuleType]:
-    """The script, and the modules that are not installed."""
+@functools.cache
+def _users_modules(_: int) -> tuple[ModuleType, ...]:
+    """The script, and the modules that are not installed, among so many that are imported."""
     library = sysconfig.get_path("stdlib")
-    for name, module in list(sys.modules.items()):
+
+    def is_users(name: str, module: ModuleType) -> bool:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or file.startswith(library) or name == "__mp_main__":
-            continue
-        if not any(part in file for part in _INSTALLED) and not f"{name}.".startswith(_MANAGED):
-            yield module
+            return False
+        is_installed = any(part in file for part in _INSTALLED)
+        return not is_installed and not f"{name}.".startswith(_MANAGED)
+
+    return tuple(module for name, module in list(sys.modules.items()) if is_users(name, module))
