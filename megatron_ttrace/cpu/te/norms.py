@@ -38,7 +38,8 @@ def normalise(
 ) -> torch.Tensor:
     """Normalise ``x`` ``[..., h]`` over its last dim."""
     dtype = compute_dtype(x.dtype)
-    centered = x.to(dtype)
+    # As of a kernel, its gradient is one summand of what reaches x, with or without recomputation.
+    centered = x.to(dtype).view_as(x)
     if kind.name == "LayerNorm":
         centered = centered - centered.mean(-1, keepdim=True)
     inverse = torch.rsqrt(centered.square().mean(-1, keepdim=True) + kind.eps)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms against PyTorch's own, in float64."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-from megatron_ttrace.cpu.te.norms import LayerNorm, RMSNorm
+from megatron_ttrace.cpu.te.norms import LayerNorm, NormKind, RMSNorm, normalise
 from tests.cpu.te.ranks import same_gradients
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -70,6 +73,19 @@ def test_results_are_rounded_once():
     grads = torch.autograd.grad(module(x).sum(), (x, module.weight, module.bias))
     assert module(x).dtype is torch.float32
     assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_recomputed_gradients_have_the_same_bits(name):
+    """That of a residual branch is added to one number, as with a kernel."""
+    gradients = []
+    for run in (lambda norm, x: norm(x), functools.partial(checkpoint, use_reentrant=True)):
+        x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        kind = NormKind(name, 1e-5, zero_centered_gamma=False)
+        norm = functools.partial(normalise, weight=torch.ones(8), bias=None, kind=kind)
+        torch.sin(x + run(norm, x)).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
