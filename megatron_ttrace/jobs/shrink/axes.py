@@ -270,9 +270,8 @@ def _apart(flags: CommandFlags, large: Axes, chosen: Sequence[Axes], most: int) 
         if _differ(large, *pair) and not any(_differ(job, *pair) for job in chosen)
     ]
     fitting = _fitting(flags, large, spread, most)
-    return _cover(
-        [(job, {pair for pair in alike if _differ(job, *pair)}) for job in fitting.values()]
-    )
+    differing = [(job, {pair for pair in alike if _differ(job, *pair)}) for job in fitting.values()]
+    return _cover(flags, differing)
 
 
 def _differ(axes: Axes, one: str, other: str) -> bool:
@@ -295,10 +294,11 @@ def _of_two_stages(flags: CommandFlags, large: Axes, most: int) -> list[Axes]:
                 f"give --max-ranks {needed}"
             )
     return _cover(
+        flags,
         [
             (fitting[kept], {pair for pair in pairs if {*pair} <= {*kept}})
             for kept in sorted(fitting, reverse=True)
-        ]
+        ],
     )
 
 
@@ -311,17 +311,23 @@ def _fitting(
     return {kept: job for kept, job in jobs.items() if job.edp and job.ranks <= most}
 
 
-def _cover(candidates: Sequence[tuple[Axes, set[tuple[str, ...]]]]) -> list[Axes]:
+def _cover(
+    flags: CommandFlags, candidates: Sequence[tuple[Axes, set[tuple[str, ...]]]]
+) -> list[Axes]:
     """Few jobs that together have all pairs that some have; among equals the smaller world.
 
     If possible without jobs whose only copies are those of experts, for which code may be missing
-    that nobody needs (finding 90).
+    that nobody needs (finding 91).
     """
+    with_experts = flags.integer("num_experts") > 0
+
+    def rank(candidate: tuple[Axes, set[tuple[str, ...]]]) -> tuple[bool, int, int]:
+        job, pairs = candidate
+        return with_experts and job.copies_experts_only, -len(pairs), job.ranks
+
     chosen: list[Axes] = []
     while candidates := [(job, pairs) for job, pairs in candidates if pairs]:
-        job, covered = min(
-            candidates, key=lambda c: (c[0].copies_experts_only, -len(c[1]), c[0].ranks)
-        )
+        job, covered = min(candidates, key=rank)
         chosen.append(job)
         candidates = [(other, pairs - covered) for other, pairs in candidates]
     return chosen
