@@ -264,7 +264,7 @@ def _apart(flags: CommandFlags, large: Axes, chosen: Sequence[Axes], most: int) 
     Pipelines are left out: nothing is divided by the number of their stages.
     """
     spread = [axis for axis in large.spread() if axis != "pp"]
-    alike = [
+    alike: list[tuple[str, ...]] = [
         pair
         for pair in itertools.combinations(spread, 2)
         if _differ(large, *pair) and not any(_differ(job, *pair) for job in chosen)
