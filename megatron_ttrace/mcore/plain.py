@@ -87,12 +87,13 @@ def _plain_of(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    """And no flag."""
-    return isinstance(value, numbers.Number) and not isinstance(value, bool)
+    """And no flag. By its type: objects of C libraries, for instance, may have no ``__class__``."""
+    kind = type(value)
+    return issubclass(kind, numbers.Number) and not issubclass(kind, bool)
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
+    if issubclass(type(value), torch.Tensor):
         return type(value) is torch.Tensor and value.numel() <= _LARGEST and _is_there(value)
     if type(value) in _CONTAINERS:
         items = value.values() if isinstance(value, dict) else value
@@ -101,7 +102,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_simple(value: Any) -> bool:
-    return value is None or isinstance(value, numbers.Number | str | bytes)
+    return value is None or issubclass(type(value), (numbers.Number, str, bytes))
 
 
 def _is_there(tensor: torch.Tensor) -> bool:

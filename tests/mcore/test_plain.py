@@ -83,6 +83,21 @@ def test_others_and_global_variables() -> None:
     assert vars(schedule) == {"steps": 1, "history": [1], "begun": True}
 
 
+class Library:
+    """Of C functions, which are all that it has."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AttributeError(f"Unknown C global variable {name!r}")
+
+
+def test_what_has_no_class() -> None:
+    owner = types.SimpleNamespace(library=Library(), libraries=[Library()], calls=1)
+    state = PlainState([], [owner])
+    owner.calls = 2
+    state.restore()
+    assert owner.calls == 1
+
+
 @pytest.mark.parametrize(
     ("before", "now"),
     [
