@@ -155,9 +155,8 @@ class DropoutTap:
         chunk, name = self._running[-1]
         if is_within_experts(name):
             return
-        running = [module for _, module in self._running]
-        layers = [module for module in running if module in self._chunks[chunk].layers]
-        name = called_in([ROOT, *layers][-1], name)
+        layers = self._chunks[chunk].layers
+        name = called_in(next((m for _, m in reversed(self._running) if m in layers), ROOT), name)
         if (microbatch := self._microbatch(chunk)) is None:
             return
         calls = self._calls[chunk, microbatch, name]

@@ -21,7 +21,7 @@ type _Blocks = Mapping[int, Sequence[tuple[Box, ...]]]
 
 
 def mesh_of_blocks(ranks: Sequence[int]) -> Mesh:
-    """What :func:`ranks_of_blocks` returned as a mesh."""
+    """The ranks of :func:`own_shards.ranks_of_blocks` as a mesh."""
     tp, etp = ranks
     return dataclasses.replace(SINGLE, sizes=SINGLE.sizes._replace(tp=tp, etp=etp))
 

@@ -13,7 +13,7 @@ import re
 import torch
 
 from megatron_ttrace.mcore.roles import is_within_experts
-from megatron_ttrace.trace.modules import is_within
+from megatron_ttrace.trace.modules import around, is_within
 from megatron_ttrace.trace.records import ROOT
 
 EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
@@ -121,10 +121,8 @@ def stage_flag(chunk: torch.nn.Module, name: str) -> bool:
 
 def _around(block: str) -> set[str]:
     """A block of layers, and the models that it is in; in a layer only itself."""
-    parts = block.split(".")
-    if any(map(str.isdigit, parts)):
-        return {block}
-    return {".".join(parts[:end]) for end in range(len(parts) + 1)}
+    in_layer = any(map(str.isdigit, block.split(".")))
+    return {block} if in_layer else {block, *around(block), ""}
 
 
 def _head_is_unused(chunk: torch.nn.Module) -> bool:
