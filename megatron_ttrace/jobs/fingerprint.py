@@ -325,7 +325,7 @@ def _beside(script: Path) -> dict[str, Path]:
     foreign += [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
     roots = tuple(os.path.join(os.path.realpath(root), "") for root in foreign)
     folders = [script.resolve().parent, *filter(None, sys.path)]
-    inside = tuple(os.path.join(_real(folder), "") for folder in folders)
+    inside = tuple(os.path.join(_resolved(folder), "") for folder in folders)
     files = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -343,11 +343,12 @@ def _beside(script: Path) -> dict[str, Path]:
 
 @functools.cache
 def _resolved(file: str) -> str:
-    """As ``os.path.realpath``: of modules in few folders, only a link needs a look of its own."""
+    """As ``os.path.realpath``: of files in few folders, which are looked at once each."""
     folder, name = os.path.split(file)
-    path = os.path.join(_real(folder), name)
+    if not folder or name in ("", ".", ".."):
+        return os.path.realpath(file)
+    path = os.path.join(_resolved(folder), name)
     return os.path.realpath(path) if os.path.islink(path) else path
 
 
 _INSTALLED = ("/site-packages/", "/dist-packages/")
-_real = functools.cache(os.path.realpath)

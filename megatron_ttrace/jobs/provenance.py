@@ -3,6 +3,7 @@
 
 import contextlib
 import datetime
+import functools
 import getpass
 import hashlib
 import importlib.metadata
@@ -197,6 +198,7 @@ def git(folder: Path, *words: str) -> str | None:
         return None
 
 
+@functools.cache
 def _code(version: str, folder: Path, file: Path) -> Code:
     commit, dirty = commit_of(file)
     return Code(version=version, path=str(folder), commit=commit, dirty=dirty)

@@ -32,12 +32,10 @@ class Content:
     Attributes:
         sha256: of all.
         variables: the environment variables that it reads by their names.
-        packages: that it imports, as far as lines say.
     """
 
     sha256: bytes
     variables: frozenset[str]
-    packages: frozenset[str]
 
 
 def content_of(file: str | Path) -> Content | None:
@@ -55,8 +53,19 @@ def _content(version: _Version) -> Content:
     return Content(
         hashlib.sha256(text).digest(),
         frozenset(map(bytes.decode, names)),
-        frozenset(map(bytes.decode, _IMPORTS.findall(b"\n" + text))),
     )
+
+
+def packages_of(file: str | Path) -> frozenset[str]:
+    """The packages that a file imports, as far as lines say; none of what is no file."""
+    version = _version_of(file)
+    return frozenset() if version is None else _packages(version)
+
+
+@functools.cache
+def _packages(version: _Version) -> frozenset[str]:
+    text = b"\n" + Path(version[0]).read_bytes()
+    return frozenset(map(bytes.decode, _IMPORTS.findall(text)))
 
 
 def texts_of(file: str | Path) -> frozenset[str]:

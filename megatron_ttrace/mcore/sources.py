@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.mcore.contents import content_of
+from megatron_ttrace.mcore.contents import packages_of
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import leaves_of
 from megatron_ttrace.trace.collectives import (
@@ -105,8 +105,7 @@ def libraries() -> frozenset[str]:
 def _libraries(_: int) -> frozenset[str]:
     files = {str(getattr(module, "__file__", "")) for module in [*sys.modules.values()]}
     sources = (file for file in files if file.endswith(".py") and in_megatron(file))
-    read = filter(None, map(content_of, sources))
-    return frozenset({"megatron"}.union(*(content.packages for content in read)))
+    return frozenset({"megatron"}.union(*map(packages_of, sources)))
 
 
 def replacements(codes: Iterable[CodeType]) -> list[Edit]:

@@ -28,7 +28,7 @@ from megatron_ttrace.run import channel
 from megatron_ttrace.trace import codec, ends
 from megatron_ttrace.trace.errors import ExitCode, TTraceError, one_line
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.005
 _CROWD = 10
 """Ranks from which on the first pause is not longer: ten times as long as one rank's."""
 _WATCH_SECONDS = 1.0

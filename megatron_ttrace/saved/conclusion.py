@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -274,7 +276,11 @@ class Answer:
 
 
 def prepare(settings: Settings) -> None:
-    """Import what :func:`publish` will need, if this process makes the pages. Never raises."""
+    """Import and ask what an answer will need, in a process that waits anyway. Never raises."""
+    with contextlib.suppress(Exception):  # it is raised when it is needed
+        importlib.import_module("numpy.ma")  # for ``numpy.unique``
+        provenance.megatron()
+        provenance.ttrace()
     if settings.exit_after:
         report.prepare(wandb=settings.wandb and wandb.is_wanted(settings.wandb_online))
 

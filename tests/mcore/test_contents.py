@@ -47,9 +47,8 @@ def test_packages_that_are_imported(tmp_path: Path) -> None:
     file.write_text(
         "import a.b as c\r\nif x:\n    from  d.e import f\n# import g\ny = 'import h'\n"
     )
-    content = contents.content_of(file)
-    assert content is not None
-    assert content.packages == {"a", "d"}
+    assert contents.packages_of(file) == {"a", "d"}
+    assert contents.packages_of(tmp_path) == set()
 
 
 def test_files_by_their_paths(tmp_path: Path) -> None:

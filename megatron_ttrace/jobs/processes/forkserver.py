@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ttrace.jobs import script as scripts
-from megatron_ttrace.jobs.processes import signals, tether
+from megatron_ttrace.jobs.processes import ahead, signals, tether
 from megatron_ttrace.jobs.processes.generated import methods
 from megatron_ttrace.mcore.versions import quiet_imports
 from megatron_ttrace.trace import ends, owned
@@ -64,6 +64,8 @@ _DEFERRED = "wandb"
 def needs_cpu(device: str) -> bool:
     """``cpu.needed``, without asking the GPU's driver in this process."""
     with light_imports():
+        if "torch" not in sys.modules:
+            ahead.load_torch()
         import torch
 
         from megatron_ttrace import cpu
