@@ -138,6 +138,13 @@ def code(script: Path, variables: set[str] | None = None) -> dict[str, str]:
     }
 
 
+def read(script: Path) -> None:
+    """Read what :func:`code` will, for forks of this process; no run begins here."""
+    _beside(script)
+    for folder in (_OWN, *map(_folder_of, _packages())):
+        _tree(folder, set())
+
+
 def _packages() -> list[str]:
     return [*dict.fromkeys((*scripts.MEGATRON, *scripts.imported()))]
 

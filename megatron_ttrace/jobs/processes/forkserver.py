@@ -138,9 +138,13 @@ def preload(script: Path, *, arguments: Sequence[str] = (), on_cpu: bool = True)
             _leave_out_help_texts()
         for name in _OURS if is_bridge or accepts(arguments) else ():
             importlib.import_module(name)
+        from megatron_ttrace.jobs import fingerprint
         from megatron_ttrace.mcore import imported
 
         imported.remember()
+        # Each version of a file is read here, not in every rank; what cannot be, a rank reports.
+        with contextlib.suppress(OSError):
+            fingerprint.read(script)
 
 
 @contextlib.contextmanager
