@@ -16,7 +16,7 @@ from megatron_ttrace.cli import command
 from megatron_ttrace.evaluation.bugs import catalogue
 from megatron_ttrace.evaluation.bugs.catalogue import Bug
 from megatron_ttrace.trace import owned
-from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.errors import ExitCode, TTraceError, reported
 from megatron_ttrace.trace.sanitise import in_one_line
 
 if TYPE_CHECKING:
@@ -123,10 +123,8 @@ def run(args: argparse.Namespace) -> int:
     for bug in () if args.all else chosen:
         if not any(args.model in layout.models for layout in bug.layouts):
             raise TTraceError(f"bug {bug.id} has no layout for --model {args.model}")
-    try:
+    with reported(f"--rows {args.rows} is not writable", OSError):
         output = owned.open_named(args.rows) if args.rows else nullcontext()
-    except OSError as error:
-        raise TTraceError(f"--rows {args.rows} is not writable ({error.strerror})") from error
     began = time.monotonic()
     flags = ("--ttrace-isolate",) if args.isolate else ()
     variant = suite.Variant(args.model, args.size, args.bf16, args.seed, flags)

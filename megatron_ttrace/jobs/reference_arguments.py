@@ -16,7 +16,7 @@ from typing import Any
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.options import decisions
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import reported
 
 
 def overrides_of(args: MegatronArguments) -> dict[str, Any]:
@@ -53,8 +53,6 @@ def explicit(reference_args: str) -> set[str]:
 
 def read_overrides(path: Path) -> dict[str, Any]:
     """The overrides written for a reference run."""
-    try:
+    with reported(f"{path} cannot be read", OSError, ValueError, KeyError):
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["overrides"]
-    except (OSError, ValueError, KeyError) as error:
-        raise TTraceError(f"{path} cannot be read: {error}") from error
     return values

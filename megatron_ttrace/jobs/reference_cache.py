@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_ttrace.jobs import fingerprint
 from megatron_ttrace.jobs.processes.progress import say
 from megatron_ttrace.trace import cleaning, owned, shared
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, reported
 from megatron_ttrace.trace.locks import Lock
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.sealing import CHECKSUM
@@ -99,7 +99,7 @@ def _obtain(
     if checksum:
         say(f"using the reference made earlier ({name}): all layouts of a job have the same")
         return checksum
-    try:
+    with _writing(home, "choose another --ttrace-dir or TTRACE_CACHE"):
         owned.make(home.parent, mode, ignored=True)
         lock = Lock(home.parent / f".{home.name}.lock")
         if not _wait(lock, name, patience):
@@ -121,11 +121,10 @@ def _obtain(
             afterwards.callback(owned.discard, aside)
             make(aside)
             return _move(aside, home, name)
-    except OSError as error:
-        raise TTraceError(
-            f"{home} cannot be written ({error.strerror or error}): "
-            "choose another --ttrace-dir or TTRACE_CACHE"
-        ) from error
+
+
+def _writing(path: Path, advice: str) -> contextlib.AbstractContextManager[None]:
+    return reported(f"{path} cannot be written", OSError, advice=advice)
 
 
 def _look(home: Path, name: str, *, is_new: bool = False) -> tuple[str, str]:
@@ -203,13 +202,7 @@ def _move(aside: Path, home: Path, name: str) -> str:
 
 def _link(directory: Path, home: Path) -> None:
     """Make ``directory`` a link to ``home``, if it is ours or absent."""
-    try:
+    with _writing(directory, "choose another --ttrace-dir"):
         target = home.resolve()
-        if directory.is_symlink() and directory.readlink() == target:
-            return
-        owned.link(directory, target)
-    except OSError as error:
-        raise TTraceError(
-            f"{directory} cannot be written ({error.strerror or error}): "
-            "choose another --ttrace-dir"
-        ) from error
+        if not (directory.is_symlink() and directory.readlink() == target):
+            owned.link(directory, target)

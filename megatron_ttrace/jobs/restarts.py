@@ -17,7 +17,7 @@ from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.mcore.checkpoints.loading import TRACKER
 from megatron_ttrace.mcore.options.decisions import SILENT
 from megatron_ttrace.trace import small_files
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, reported
 from megatron_ttrace.trace.recorded import FOLDER, Order
 
 AFTER = 2
@@ -139,10 +139,8 @@ def _first_iteration(flags: CommandFlags) -> tuple[int, str]:
         return 0, f"not used: --load {load} (it has no {TRACKER})"
     if flags.has("finetune"):
         return 0, ""
-    try:
+    with reported(f"{tracker} cannot be read", OSError, ValueError):
         text = flags.text("ckpt_step") or small_files.text(tracker).strip()
-    except (OSError, ValueError) as error:
-        raise TTraceError(f"{tracker} cannot be read: {error}") from error
     return int(text) if text.isdecimal() else 0, ""
 
 

@@ -8,6 +8,7 @@ the ends of the file, and everything else keeps its bytes.
 
 import dataclasses
 import itertools
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Self
 from megatron_ttrace.jobs import resources
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.trace import codec, owned
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, reported
 
 _PACKAGE_INFO = Path("megatron", "core", "package_info.py")
 _MOST_BYTES = 16 << 20
@@ -140,34 +141,25 @@ def write(checkout: Checkout, content: bytes) -> bool:
     """
     if content == checkout.content:
         return False
-    try:
+    with reported(f"{checkout.script} cannot be written", OSError):
         owned.replace_named(checkout.script, content)
-    except OSError as error:
-        raise TTraceError(
-            f"{checkout.script}: cannot be written: {error.strerror or error}"
-        ) from error
     return True
 
 
 def _version(checkout: Path) -> str:
     # Read, not imported: importing it would import all of that checkout's Megatron.
-    absent = f"{checkout}: not a checkout of Megatron-LM: it has no {_PACKAGE_INFO.as_posix()}"
-    version = versions.version_in(
-        _read(checkout / _PACKAGE_INFO, absent).decode("utf-8", "replace")
-    )
+    info = checkout / _PACKAGE_INFO
+    if not os.path.isfile(info):
+        raise TTraceError(f"{checkout}: not a checkout of Megatron-LM: it has no {_PACKAGE_INFO}")
+    version = versions.version_in(_read(info).decode("utf-8", "replace"))
     if not version:
-        raise TTraceError(f"{checkout / _PACKAGE_INFO}: no version found in this file")
+        raise TTraceError(f"{info}: no version found in this file")
     return version
 
 
-def _read(file: Path, absent: str = "") -> bytes:
-    try:
+def _read(file: Path) -> bytes:
+    with reported(f"{file} cannot be read", OSError, codec.CodecError):
         return codec.read(file, _MOST_BYTES)
-    except codec.CodecError as error:
-        raise TTraceError(f"{file}: {error}") from error
-    except OSError as error:
-        reason = absent or f"{file}: cannot be read: {error.strerror or error}"
-        raise TTraceError(reason) from error
 
 
 def _texts(lines: list[bytes]) -> list[str]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from megatron_ttrace.jobs.flags import word_of
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.trace import owned
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, reported
 
 EOD = 256
 """The token after a document: the first number above those of bytes."""
@@ -98,7 +98,7 @@ def read_documents(files: Iterable[Path], max_bytes: int | None = None) -> Itera
     for path in files:
         if remaining <= 0:
             return
-        try:
+        with reported(f"{path} cannot be read", OSError):
             # Reading a pipe or a device may never end.
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):
@@ -113,8 +113,6 @@ def read_documents(files: Iterable[Path], max_bytes: int | None = None) -> Itera
                 continue
             with path.open("rb") as file:
                 content = file.read(int(min(remaining, MOST_BYTES)))
-        except OSError as error:
-            raise TTraceError(f"{path}: cannot be read: {error.strerror or error}") from error
         if content:
             yield content
             remaining -= len(content)
@@ -201,11 +199,9 @@ def _holds(prefix: Path, documents: Sequence[bytes]) -> bool:
 @contextmanager
 def _own_folder_beside(prefix: Path) -> Iterator[Path]:
     """A folder on the file system of ``prefix``, so that moving files out of it is atomic."""
-    try:
+    with reported(f"{prefix} cannot be written", OSError):
         owned.make(prefix.parent)
         files = (f"{prefix.name}.bin", f"{prefix.name}.idx")
         owned.require(prefix.parent, files)
         with tempfile.TemporaryDirectory(prefix=f".{prefix.name}-", dir=prefix.parent) as folder:
             yield Path(folder)
-    except OSError as error:
-        raise TTraceError(f"{prefix}: cannot be written: {error.strerror or error}") from error

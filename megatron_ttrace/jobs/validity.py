@@ -14,7 +14,7 @@ from unittest import mock
 from megatron_ttrace import cpu
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.mcore.versions import quiet_imports
-from megatron_ttrace.trace.errors import TTraceError, one_line
+from megatron_ttrace.trace.errors import reported
 
 
 def prepare(script: Path) -> None:
@@ -22,11 +22,9 @@ def prepare(script: Path) -> None:
 
     Raises ``TTraceError`` when it cannot be imported.
     """
-    with scripts.as_search_path(scripts.search_path(script)), quiet_imports():
-        try:
-            importlib.import_module("megatron.training.arguments")
-        except ImportError as error:
-            raise TTraceError(f"Megatron cannot be imported ({one_line(error)})") from error
+    path = scripts.as_search_path(scripts.search_path(script))
+    with path, quiet_imports(), reported("Megatron cannot be imported", ImportError):
+        importlib.import_module("megatron.training.arguments")
 
 
 def options(arguments: Sequence[str], ranks: int) -> dict[str, Any] | None:

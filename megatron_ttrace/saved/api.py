@@ -6,12 +6,12 @@ Importing this module imports neither torch nor Megatron.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from megatron_ttrace.jobs.settings import (
     checking,
     split,
 )
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, reported
 from megatron_ttrace.trace.records import Culprit, Result, Run, Summary, Verdict
 
 if TYPE_CHECKING:
@@ -375,22 +375,10 @@ def rewritten(report: Report, summary: Summary) -> Report:
     return dataclasses.replace(report, summary=summary)
 
 
-@contextlib.contextmanager
-def consistent(reference: Path, candidate: Path) -> Iterator[None]:
-    """Report numbers of saved traces that are each in range but do not belong to one run.
-
-    Raises:
-        TTraceError: when a calculation with them fails.
-    """
-    from megatron_ttrace.trace.sanitise import clean
-
-    try:
-        yield
-    except (ArithmeticError, ValueError) as error:
-        raise TTraceError(
-            f"{candidate} and {reference} contradict themselves or each other "
-            f"({clean(error)}): run the traced job again"
-        ) from error
+def consistent(reference: Path, candidate: Path) -> AbstractContextManager[None]:
+    """Report numbers of saved traces that are each in range but do not belong to one run."""
+    what = f"{candidate} and {reference} contradict themselves or each other"
+    return reported(what, ArithmeticError, ValueError, advice="run the traced job again")
 
 
 def load_report(directory: PathLike) -> Report:

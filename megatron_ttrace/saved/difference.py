@@ -24,7 +24,7 @@ from megatron_ttrace.compare.offline import config_of, meshes_of
 from megatron_ttrace.saved.known import Difference
 from megatron_ttrace.saved.whole import WholeTensors
 from megatron_ttrace.trace import files, owned
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, reported
 from megatron_ttrace.trace.findings import Remark
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.meta import ReferenceMeta
@@ -126,16 +126,12 @@ def aside(folder: Path) -> Iterator[Path]:
     Those of comparisons that were killed are removed after a day: another one may be running.
     """
     home = folder / f"{_ASIDE}{secrets.token_hex(8)}"
-    try:
+    with reported(f"{folder} cannot be written", OSError, advice="choose another --directory"):
         owned.make(folder, ignored=True)
         for left in folder.glob(f"{_ASIDE}*"):
             if time.time() - left.stat().st_mtime > _DAY:
                 owned.discard(left)
         owned.make(home, owned.PRIVATE_FOLDER, whole=True)
-    except OSError as error:
-        raise TTraceError(
-            f"{folder} cannot be written ({error.strerror}): choose another --directory"
-        ) from error
     try:
         yield home
     finally:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron_ttrace.trace import codec, small_files
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import reported
 from megatron_ttrace.trace.records import Kind, TraceKey
 
 OWN_LIST = Path(__file__).with_name("known_differences.toml")
@@ -64,7 +64,8 @@ def read(path: Path) -> tuple[Difference, ...]:
     Raises:
         TTraceError: when the file cannot be read, or one of its tables makes no sense.
     """
-    try:
+    what = f"{path} is not a list of known differences"
+    with reported(what, OSError, ValueError, RecursionError, advice="see docs/diff.md"):
         content = small_files.toml(path)
         differences = codec.decode(_File, content).difference
         fields = {field.name for field in dataclasses.fields(Difference)}
@@ -73,7 +74,3 @@ def read(path: Path) -> tuple[Difference, ...]:
         if unknown:
             raise codec.CodecError(f"{min(unknown)!r} is not a field")
         return differences
-    except (OSError, ValueError, RecursionError) as error:
-        raise TTraceError(
-            f"{path} is not a list of known differences ({error}): see docs/diff.md"
-        ) from error

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one exception that users see, and the exit codes that scripts rely on."""
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 
 
@@ -48,6 +49,23 @@ class TTraceError(Exception):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(without_secrets(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+@contextlib.contextmanager
+def reported(what: str, *kinds: type[Exception], advice: str = "") -> Iterator[None]:
+    """Raise a ``TTraceError`` for errors of these kinds: what failed, why, and what to do."""
+    try:
+        yield
+    except kinds as error:
+        raise TTraceError(f"{what} ({brief(error)}){advice and f': {advice}'}") from error
+
+
+def brief(error: BaseException) -> str:
+    """Why an error occurred: the first line of its message, or a field that is missing."""
+    if isinstance(error, KeyError):
+        return f"no field {error.args[0]!r}"
+    text = str(getattr(error, "strerror", None) or error)
+    return text.strip().partition("\n")[0][:160] or type(error).__name__
 
 
 def one_line(error: BaseException) -> str:

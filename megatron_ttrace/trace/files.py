@@ -8,12 +8,13 @@ as ``run.id``. The summary also holds the checksum of the verdicts, and of its o
 
 import json
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ttrace.trace import codec, owned, shared
 from megatron_ttrace.trace.codec import Record
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, brief, reported
 from megatron_ttrace.trace.records import Summary, Verdict
 from megatron_ttrace.trace.sealing import (
     checksum_of,
@@ -38,33 +39,26 @@ def write_atomically(path: Path, pieces: Iterable[str], *, sealed: bool = True) 
 
     ``sealed``: a file that was changed since is not replaced.
     """
-    try:
+    with _writing(path):
         owned.make(path.parent, ignored=True)
         owned.write(path, pieces, sealed=sealed)
-    except OSError as error:
-        raise _unwritable("write", path, error) from error
 
 
 def write_named(path: Path, text: str) -> None:
     """Write a file that the user named, whatever it was before. Raises ``TTraceError``."""
-    try:
+    with reported(f"{path} cannot be written", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         owned.replace_named(path, text.encode())
-    except OSError as error:
-        raise TTraceError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def remove(path: Path) -> None:
     """Remove a file of ours, if there is one. Raises ``TTraceError``."""
-    try:
+    with _writing(path):
         owned.remove(path)
-    except OSError as error:
-        raise _unwritable("replace", path, error) from error
 
 
-def _unwritable(what: str, path: Path, error: OSError) -> TTraceError:
-    reason = error.strerror or error
-    return TTraceError(f"cannot {what} {path}: {reason}; choose another directory")
+def _writing(path: Path) -> AbstractContextManager[None]:
+    return reported(f"{path} cannot be written", OSError, advice="choose another directory")
 
 
 def write_records(path: Path, records: Iterable[Record], run_id: str | None = None) -> None:
@@ -119,7 +113,7 @@ def load_report(directory: Path | str) -> tuple[Summary, list[Verdict]]:
         try:
             verdicts.append(Verdict.from_json(json.loads(line)))
         except (ValueError, RecursionError) as error:
-            reason = f"line {number} is not a verdict ({_reason(error)})"
+            reason = f"line {number} is not a verdict ({brief(error)})"
             raise TTraceError(f"{path} {reason}: {_DIRECTORY}, or {_AGAIN}") from error
     if reason := sealed.summary.disagreement(verdicts):
         raise TTraceError(f"{path} and {SUMMARY} disagree ({reason}): {_AGAIN}")
@@ -144,10 +138,8 @@ def answer_of(directory: Path, run_id: str) -> Summary:
         path = directory / SUMMARY
         raise TTraceError(f"{path} is of a different run ({sealed.run}, not {run_id}): {_AGAIN}")
     verdicts = directory / VERDICTS
-    try:
+    with reported(f"{verdicts} cannot be read", OSError):
         digest = checksum_of_file(verdicts)[1]
-    except OSError as error:
-        raise TTraceError(f"cannot read {verdicts}: {error.strerror or error}") from error
     if digest != sealed.verdicts:
         raise _damaged(verdicts)
     return sealed.summary
@@ -156,23 +148,20 @@ def answer_of(directory: Path, run_id: str) -> Summary:
 def _summary(directory: Path) -> _Sealed:
     path = directory / SUMMARY
     data = _read(path)
-    try:
+    what = f"{path} is cut off or not JSON"
+    with reported(what, ValueError, RecursionError, advice=_AGAIN):
         document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise TTraceError(f"{path} is cut off or not JSON ({_reason(error)}): {_AGAIN}") from error
-    if not isinstance(document, dict) or "verdict" not in document:
-        raise TTraceError(f"{path} is not a ttrace summary (no field 'verdict'): {_DIRECTORY}")
+    what, kinds = f"{path} is not a ttrace summary", (KeyError, TypeError, AttributeError)
+    with reported(what, *kinds, advice=_DIRECTORY):
+        _ = document["verdict"]
     if not is_sealed(data):
         raise _damaged(path)
-    try:
+    with reported(what, ValueError, *kinds, advice=_DIRECTORY):
         run = document["run"]
         identity, verdicts = run["id"], document["files"].get(VERDICTS, "")
         if set(run) == {"id"}:
             document["run"] = None
         summary = Summary.from_json(document)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = _reason(error)
-        raise TTraceError(f"{path} is not a ttrace summary ({reason}): {_DIRECTORY}") from error
     return _Sealed(summary, str(identity), str(verdicts))
 
 
@@ -186,25 +175,13 @@ def _run_of_candidate(directory: Path) -> str | None:
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with reported(f"{path} cannot be read", OSError, codec.CodecError):
+        if not path.exists():
+            raise TTraceError(f"{path} does not exist: give the --ttrace-dir of a finished check")
         return codec.read(path, _MOST_BYTES)
-    except codec.CodecError as error:
-        raise TTraceError(f"{path} cannot be read: {error}") from error
-    except FileNotFoundError as error:
-        message = f"{path} does not exist: give the --ttrace-dir of a finished check"
-        raise TTraceError(message) from error
-    except OSError as error:
-        raise TTraceError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _damaged(path: Path) -> TTraceError:
     return TTraceError(
         f"{path} is damaged, or of a different run (its checksum does not match): {_AGAIN}"
     )
-
-
-def _reason(error: BaseException) -> str:
-    """A short cause: a missing field is named, long parser messages are cut."""
-    if isinstance(error, KeyError):
-        return f"no field {error.args[0]!r}"
-    return str(error).splitlines()[0][:80] if str(error) else type(error).__name__

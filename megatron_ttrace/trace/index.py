@@ -15,7 +15,7 @@ from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import LISTED, Bounds, CodecError, Count
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, brief
 from megatron_ttrace.trace.records import TraceKey
 
 _MAX_DIMS = 64
@@ -168,8 +168,3 @@ def read_index(path: Path, files: Collection[str] | None = None) -> list[Entry]:
             f"{path}:{len(entries) + 1} is damaged ({brief(error)}): run the traced job again"
         ) from error
     return entries
-
-
-def brief(error: BaseException) -> str:
-    """The first line of an error's message, or its type's name."""
-    return str(error).partition("\n")[0][:160] or type(error).__name__

@@ -17,7 +17,7 @@ from typing import Self
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace.codec import Count, Record
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, reported
 from megatron_ttrace.trace.states import Bucketed
 
 FOLDER = "states"
@@ -141,7 +141,5 @@ def read_ranks(folder: Path) -> tuple[RankRecord, ...]:
 
 
 def _read[R: Record](kind: type[R], path: Path) -> R:
-    try:
+    with reported(f"{path} cannot be read", OSError, ValueError, advice="run the command again"):
         return kind.from_json(codec.parse(codec.read(path)))
-    except (OSError, ValueError) as error:
-        raise TTraceError(f"{path} cannot be read ({error}): run the command again") from error

@@ -22,12 +22,12 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
 from megatron_ttrace.trace import codec, owned
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, reported
 from megatron_ttrace.trace.locks import Lock
 
 MARK = ".ttrace-run"
@@ -190,15 +190,8 @@ def _lock_of_ours(directory: Path, names: Sequence[str]) -> Lock:
     return lock
 
 
-@contextlib.contextmanager
-def _writing(directory: Path) -> Iterator[None]:
-    """Report errors of the file system as errors that a user can fix."""
-    try:
-        yield
-    except OSError as error:
-        raise TTraceError(
-            f"{directory} is not writable ({error.strerror or error}): choose another directory"
-        ) from error
+def _writing(directory: Path) -> contextlib.AbstractContextManager[None]:
+    return reported(f"{directory} is not writable", OSError, advice="choose another directory")
 
 
 def _await_ranks(directory: Path) -> None:

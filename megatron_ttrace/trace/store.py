@@ -42,8 +42,8 @@ from safetensors.torch import save_file
 from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.codec import Count, Record
-from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.index import DATA_FILE, INDEX_FILE, Entry, brief, encode, read_index
+from megatron_ttrace.trace.errors import TTraceError, brief
+from megatron_ttrace.trace.index import DATA_FILE, INDEX_FILE, Entry, encode, read_index
 from megatron_ttrace.trace.mapped import MappedFile
 from megatron_ttrace.trace.meta import CandidateMeta, ReferenceMeta
 from megatron_ttrace.trace.records import TraceKey

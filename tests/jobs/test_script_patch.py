@@ -139,7 +139,7 @@ def test_patched_lines_edited(checkout: Path) -> None:
     [
         ("pretrain_gpt.py", "import megatron_ttrace\n", "is in the way: it was added by hand"),
         ("pretrain_gpt.py", "", "the file ends, expected"),
-        ("pretrain_gpt.py", None, "pretrain_gpt.py: cannot be read: No such file"),
+        ("pretrain_gpt.py", None, "pretrain_gpt.py cannot be read .No such file"),
         ("megatron/core/package_info.py", "MAJOR = 0\n", "package_info.py: no version found"),
         ("megatron/core/package_info.py", None, "not a checkout of Megatron-LM: it has no "),
     ],

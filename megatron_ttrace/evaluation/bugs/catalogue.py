@@ -12,7 +12,7 @@ from typing import Any
 from megatron_ttrace.evaluation.suites import Data
 from megatron_ttrace.jobs.resources import patches_dir
 from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, reported
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Direction, Kind, Outcome
 
@@ -151,7 +151,8 @@ def read_bug(path: Path) -> Bug:
 
     Raises ``TTraceError`` when it is damaged.
     """
-    try:
+    what = f"{path}: not a valid description of a bug"
+    with reported(what, KeyError, ValueError, TypeError, AttributeError):
         match = _FILE.fullmatch(path.stem)
         if not match:
             raise ValueError("the file's name should be NN-name.toml")
@@ -164,9 +165,6 @@ def read_bug(path: Path) -> Bug:
             "expected": _known(Expected, data["expected"]),
         }
         return codec.decode(Bug, _known(Bug, data))
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise TTraceError(f"{path}: not a valid description of a bug ({reason})") from error
 
 
 def _layout(data: dict[str, Any]) -> dict[str, Any]:

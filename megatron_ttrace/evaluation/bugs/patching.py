@@ -21,7 +21,7 @@ from megatron_ttrace.evaluation.bugs import catalogue
 from megatron_ttrace.evaluation.bugs.catalogue import Bug, SourcePatch
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.trace.changes import first_line, outermost
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, reported
 
 Change = Callable[[str, Path], str]
 """From a module's source, and its file for messages, to the changed source."""
@@ -96,17 +96,13 @@ def _patched(patches: Sequence[SourcePatch], old: str, path: Path) -> str:
 
 
 def _changes(name: str, change: Change, origin: str) -> list[tuple[FunctionType, CodeType]]:
-    try:
+    with reported(f"a known bug's module {name} cannot be imported", ImportError):
         module = sys.modules.get(name) or importlib.import_module(name)
-    except ImportError as error:
-        raise TTraceError(f"a known bug's module {name} cannot be imported: {error}") from error
     path = Path(inspect.getsourcefile(module) or "")
     old = path.read_text(encoding="utf-8")
     new = change(old, path)
-    try:
+    with reported(f"{path}: {origin} makes no valid Python", SyntaxError):
         compiled = compile(new, str(path), "exec", dont_inherit=True)
-    except SyntaxError as error:
-        raise TTraceError(f"{path}: {origin} makes no valid Python: {error}") from error
     before, after = ast.parse(old), ast.parse(new)
     changed = _changed(before, after)
     if _without_bodies(before) != _without_bodies(after):

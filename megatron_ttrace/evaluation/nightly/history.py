@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_ttrace.evaluation.nightly.records import Night, NightCase, State
 from megatron_ttrace.trace import codec, owned
-from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.errors import ExitCode, reported
 
 FILE = "nights.jsonl"
 """A line for each night, followed by one for each case."""
@@ -21,11 +21,9 @@ def prepare(path: Path) -> None:
 
     Raises ``TTraceError`` when that fails.
     """
-    try:
+    with reported(f"{path} is not writable", OSError):
         owned.make(path.parent, ignored=True)
         os.close(owned.append(path))
-    except OSError as error:
-        raise TTraceError(f"{path} is not writable ({error.strerror})") from error
 
 
 def append(path: Path, night: Night) -> None:

@@ -17,7 +17,7 @@ from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.shrink import axes
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.trace import small_files
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, reported
 
 RANKS_PER_NODE = 8
 """Ranks that the functional tests start on a machine. A layout may need several machines."""
@@ -44,11 +44,8 @@ def read(path: Path) -> Command:
         NoTrainingError: when it configures inference, reinforcement learning, or another program.
         TTraceError: when it cannot be read, or the checkout lacks its script.
     """
-    try:
+    with reported(f"{path} cannot be read", OSError, ValueError):
         content = small_files.yaml(path)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-        raise TTraceError(f"{path} cannot be read: {reason}") from error
     if not isinstance(content, Mapping) or "MODEL_ARGS" not in content:
         raise TTraceError(f"{path} has no MODEL_ARGS: give a model_config.yaml of Megatron-LM")
     mode = str(content.get("MODE") or "pretraining")

@@ -34,7 +34,7 @@ from megatron_ttrace.jobs.processes import ahead, signals, tether
 from megatron_ttrace.jobs.processes.generated import methods
 from megatron_ttrace.mcore.versions import quiet_imports
 from megatron_ttrace.trace import ends, owned
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, reported
 
 _VARIABLE = "TTRACE_FORKSERVER"
 _MARGIN_SECONDS = 10.0
@@ -337,12 +337,10 @@ class Requests:
             _, files, _, _ = socket.recv_fds(self._ours, 16, 1)
         except BlockingIOError:
             return None
-        try:
-            with open(files[0], "rb") as file:
-                file.seek(0)
-                request: dict[str, Any] = json.loads(file.read())
-        except (OSError, ValueError, LookupError) as error:
-            raise TTraceError(f"the request for a reference run was lost: {error}") from error
+        lost = "the request for a reference run was lost"
+        with reported(lost, OSError, ValueError, LookupError), open(files[0], "rb") as file:
+            file.seek(0)
+            request: dict[str, Any] = json.loads(file.read())
         ranks = [(environment, Path(log)) for environment, log in request["ranks"]]
         return request["command"], ranks
 

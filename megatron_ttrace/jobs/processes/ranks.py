@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_ttrace.jobs.processes import child, forkserver, signals
 from megatron_ttrace.jobs.processes.waiting import Patience, Waited
 from megatron_ttrace.trace import owned
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import reported
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
@@ -90,14 +90,12 @@ def run_ranks(
     base = child.environment_of(
         world or nproc, {**threads, **(environment or {}), **job.environment}
     )
-    with signals.orderly():
+    with signals.orderly(), reported("a rank cannot be started", OSError):
         try:
             for rank in range(nproc):
                 variables = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 job.start(rank, command, variables, log_of(logs, rank))
             return job.watch(progress, patience or Patience(None))
-        except OSError as error:
-            raise TTraceError(f"a rank cannot be started ({error.strerror or error})") from error
         finally:
             with signals.deferred():
                 job.end()

@@ -20,7 +20,7 @@ from megatron_ttrace.jobs import text_data
 from megatron_ttrace.mcore.fronts.bridge_small import START
 from megatron_ttrace.mcore.versions import quiet_imports
 from megatron_ttrace.trace import owned
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import reported
 
 SFT = "--sft"
 
@@ -70,15 +70,13 @@ def write(prefix: Path, words: Sequence[str] = ()) -> Path:
     ``prefix`` is of the ``.bin`` and ``.idx`` files. If ``words``, the job's arguments, have
     ``--sft``, there are conversations, too. Raises ``TTraceError`` when it cannot be written.
     """
-    try:
+    with reported(f"{prefix} cannot be written", OSError):
         owned.make(prefix.parent, ignored=True)
         if not prefix.with_name(f"{prefix.name}.idx").exists():
             with quiet_imports():
                 text_data.write_corpus(_cut(b"".join(text_data.standard_library(_BYTES))), prefix)
         if SFT in words:
             _write_chats(chats(prefix))
-    except OSError as error:
-        raise TTraceError(f"{prefix}: cannot be written: {error.strerror}") from error
     return prefix
 
 
@@ -93,7 +91,7 @@ def write_tuning(prefix: Path) -> Path:
     Raises ``TTraceError`` when it cannot be written.
     """
     folder = chats(prefix)
-    try:
+    with reported(f"{folder} cannot be written", OSError):
         owned.make(prefix.parent, ignored=True)
         _write_chats(folder)
         lines = (folder / "chats.jsonl").read_text(encoding="utf-8").splitlines()
@@ -107,8 +105,6 @@ def write_tuning(prefix: Path) -> Path:
         # What marks a checkpoint; none is read.
         owned.make(folder / START)
         owned.write(folder / START / "run_config.yaml", [])
-    except OSError as error:
-        raise TTraceError(f"{folder}: cannot be written: {error.strerror}") from error
     return folder.absolute()
 
 

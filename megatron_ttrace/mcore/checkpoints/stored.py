@@ -42,7 +42,7 @@ from megatron_ttrace.mcore.checkpoints import numbers
 from megatron_ttrace.mcore.checkpoints.loading import NAME, TRACKER
 from megatron_ttrace.mcore.optimizer import MOMENTS
 from megatron_ttrace.trace import small_files
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, reported
 from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.states import Item, State
 
@@ -236,10 +236,8 @@ def _of_iteration(folder: Path) -> Path:
     latest = folder / TRACKER
     if not latest.is_file():
         return folder
-    try:
+    with reported(f"{latest} cannot be read", OSError, ValueError):
         text = small_files.text(latest).strip()
-    except (OSError, ValueError) as error:
-        raise TTraceError(f"{latest} cannot be read: {error}") from error
     number = int(text) if re.fullmatch("[0-9]{1,18}", text) else None
     home = folder / ("release" if number is None else NAME.format(number))
     if not home.is_dir():
@@ -451,9 +449,9 @@ def safetensors(files: Iterable[Path]) -> Iterator[tuple[str, Stored]]:
 
 
 def _cut(file: Path, name: str, index: Index) -> torch.Tensor:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            part: torch.Tensor = opened.get_slice(name)[index] if index else opened.get_tensor(name)
-            return part
-    except (OSError, SafetensorError) as error:
-        raise TTraceError(f"{file} is damaged or missing ({error})") from error
+    with (
+        reported(f"{file} is damaged or missing", OSError, SafetensorError),
+        safe_open(file, framework="pt") as opened,
+    ):
+        part: torch.Tensor = opened.get_slice(name)[index] if index else opened.get_tensor(name)
+        return part

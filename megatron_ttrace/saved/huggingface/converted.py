@@ -28,7 +28,7 @@ from megatron_ttrace.saved.huggingface.families import HEAD, Order, Part
 from megatron_ttrace.saved.huggingface.modules import layer_of
 from megatron_ttrace.saved.huggingface.weights import Pair, Table
 from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, reported
 from megatron_ttrace.trace.states import Item, State
 from megatron_ttrace.trace.views import same_bits
 
@@ -75,12 +75,11 @@ def open_files(folder: Path) -> Files:
 
 def _named(index: Path) -> dict[str, str]:
     """The name of its file for each tensor."""
-    try:
+    damage = OSError, ValueError, KeyError, TypeError, AttributeError
+    with reported(f"{index} is damaged", *damage):
         names = codec.parse(codec.read(index))["weight_map"]
         if not all(Path(name).name == name for name in names.values()):
             raise ValueError("a file in another directory")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TTraceError(f"{index} is damaged ({error})") from error
     return dict(names)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_ttrace.saved.huggingface.modules import HYBRID, LATENT, SANDWICH, Rows
 from megatron_ttrace.trace import small_files
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, reported
 
 type Config = Mapping[str, Any]
 """What a ``config.json`` holds."""
@@ -394,12 +394,11 @@ def read_config(path: Path) -> Config:
     Raises:
         TTraceError: when it is absent or not an object in JSON.
     """
-    try:
+    wrong = f"{path} is not a config.json of Hugging Face"
+    with reported(wrong, OSError, ValueError, RecursionError):
         config = json.loads(small_files.text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise TTraceError(f"{path} is not a config.json of Hugging Face ({error})") from error
     if not isinstance(config, dict):
-        raise TTraceError(f"{path} is not a config.json of Hugging Face (not an object)")
+        raise TTraceError(f"{wrong} (not an object)")
     return config
 
 
