@@ -19,11 +19,10 @@ exit code: 0 if the healthy run is equivalent and the bug is found, 1 if the hea
 2 otherwise
 """
 _RANKS = 4
-_CORPUS_BYTES = 4_000_000
 _ARGUMENTS = """
 --num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 128
 --max-position-embeddings 128 --micro-batch-size 2 --global-batch-size 8 --train-iters 10
---lr 1e-3 --lr-warmup-iters 2 --eval-iters 0 --split 99,1,0 --hidden-dropout 0 --attention-dropout 0
+--lr 1e-3 --lr-warmup-iters 2 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0
 --transformer-impl local --tensor-model-parallel-size 2 --sequence-parallel
 --pipeline-model-parallel-size 2 --use-distributed-optimizer
 """
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Run both checks and say whether they came out as they must."""
     from rich.console import Console
 
-    from megatron_ttrace.jobs import text_data
+    from megatron_ttrace.jobs.shrink import documents
     from megatron_ttrace.report import terminal
     from megatron_ttrace.saved.runner import Case, Runner
     from megatron_ttrace.trace import files
@@ -56,9 +55,8 @@ def run(args: argparse.Namespace) -> int:
     say("importing Megatron")
     runner = Runner(args.directory, flags=())
     say("making a data set from this Python's standard library")
-    prefix = args.directory / "data" / "stdlib"
-    text_data.standard_library_corpus(prefix, _CORPUS_BYTES)
-    words = (*_ARGUMENTS.split(), *text_data.training_flags(prefix))
+    prefix = documents.write(args.directory / "data" / "stdlib")
+    words = (*_ARGUMENTS.split(), *documents.arguments(str(runner.script), prefix))
     console = Console()
 
     def check(name: str, title: str, *flags: str) -> Summary:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import faulthandler
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -16,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.fronts import bridge_release
 from megatron_ttrace.trace import compiled
-from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.errors import ExitCode, TTraceError, one_line
 from megatron_ttrace.trace.sanitise import log_line
 
 SUMMARY = "show what is installed and where checks will run"
@@ -108,8 +108,11 @@ def _attempt(subject: str, look: Callable[[], Finding], state: str) -> Finding:
     """A finding, also if looking failed: a broken installation can raise any exception."""
     try:
         return look()
+    except metadata.PackageNotFoundError:
+        found = "not installed"
     except Exception as error:  # noqa: BLE001
-        return Finding(subject, state, f"not usable ({type(error).__name__}: {error})"[:200])
+        found = str(error) if isinstance(error, TTraceError) else f"not usable ({one_line(error)})"
+    return Finding(subject, state, found[:200], _ADVICE.get(subject, ""))
 
 
 def _show(findings: list[Finding]) -> None:
@@ -133,10 +136,7 @@ def _python() -> Finding:
 
 
 def _torch() -> Finding:
-    try:
-        torch = importlib.import_module("torch")
-    except ImportError as error:
-        return Finding("torch", "missing", str(error), "pip install torch")
+    torch = importlib.import_module("torch")
     backends = _backends()
     if not backends:
         text = f"{torch.__version__}, neither gloo nor NCCL"
@@ -153,10 +153,7 @@ def _backends() -> list[str]:
 
 
 def _megatron() -> Finding:
-    try:
-        versions.check_supported()
-    except TTraceError as error:
-        return Finding("megatron-core", "missing", str(error))
+    versions.check_supported()
     version = versions.megatron_core_version()
     return Finding("megatron-core", "ok", version, versions.unreleased(version))
 
@@ -265,13 +262,8 @@ def _comparison() -> Finding:
 
 def _transformer_engine() -> Finding:
     # Installed is not importable: the wheel exists without its PyTorch part.
-    try:
-        module = importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # noqa: BLE001 - a broken installation raises anything
-        why = f"not usable ({type(error).__name__})"
-        advice = "without a GPU it is emulated; with one, pip install 'megatron-ttrace[gpu]'"
-        return Finding("TransformerEngine", "optional", why, advice)
-    version = importlib.metadata.version("transformer-engine")
+    module = importlib.import_module("transformer_engine.pytorch")
+    version = metadata.version("transformer-engine")
     return Finding("TransformerEngine", "ok", f"{version} ({module.__name__})")
 
 
@@ -291,31 +283,29 @@ def _bridge() -> Finding:
 def _transformers() -> Finding:
     from megatron_ttrace.saved.huggingface import comparison  # which imports torch
 
-    try:
-        version = comparison.version()
-    except TTraceError:
-        advice = "pip install 'megatron-ttrace[hf]' to compare with Hugging Face's models"
-        return Finding("transformers", "optional", "not installed", advice)
+    version = comparison.version()
     advice = "" if version == comparison.TESTED else f"tested: {comparison.TESTED}"
     return Finding("transformers", "ok", version, advice)
 
 
 def _apex() -> Finding:
-    advice = "build it from NVIDIA's source; the package named apex on the index is another project"
-    try:
-        importlib.import_module("apex.normalization.fused_layer_norm")
-    except Exception as error:  # noqa: BLE001 - a broken installation raises anything
-        return Finding("Apex", "optional", f"not usable ({type(error).__name__})", advice)
+    importlib.import_module("apex.normalization.fused_layer_norm")
     return Finding("Apex", "ok", "importable")
 
 
-def _tracker(subject: str, purpose: str, use: str) -> Finding:
-    package = subject.lower()
-    try:
-        return Finding(subject, "ok", importlib.metadata.version(package), use)
-    except importlib.metadata.PackageNotFoundError:
-        advice = f"pip install {package} {purpose}"
-        return Finding(subject, "optional", "not installed", advice)
+def _tracker(subject: str, use: str) -> Finding:
+    return Finding(subject, "ok", metadata.version(subject.lower()), use)
+
+
+_ADVICE = {
+    "torch": "pip install torch",
+    "TransformerEngine": "without a GPU it is emulated; with one, pip install "
+    "'megatron-ttrace[gpu]'",
+    "Apex": "build it from NVIDIA's source; the package named apex on the index is another project",
+    "wandb": "pip install wandb to log verdicts",
+    "TensorBoard": "pip install tensorboard for scalars beside the training curves",
+}
+"""What to do about what cannot be used."""
 
 
 _NEEDED = {"Python": _python, "torch": _torch, "megatron-core": _megatron}
@@ -328,10 +318,6 @@ _OPTIONAL = {
     "Apex": _apex,
     "Megatron-Bridge": _bridge,
     "transformers": _transformers,
-    "wandb": lambda: _tracker(
-        "wandb", "to log verdicts", "used with --ttrace-wandb, or if the job has a run"
-    ),
-    "TensorBoard": lambda: _tracker(
-        "TensorBoard", "for scalars beside the training curves", "used with --tensorboard-dir"
-    ),
+    "wandb": lambda: _tracker("wandb", "used with --ttrace-wandb, or if the job has a run"),
+    "TensorBoard": lambda: _tracker("TensorBoard", "used with --tensorboard-dir"),
 }

@@ -159,17 +159,6 @@ def write_corpus(
     return count, tokens
 
 
-def standard_library_corpus(prefix: Path, max_bytes: int) -> None:
-    """Write the source of Python's standard library, which every machine has, as a data set.
-
-    The same Python writes the same data set, byte for byte. If it exists, nothing is written, and
-    Megatron (seconds) is not imported.
-    """
-    documents = standard_library(max_bytes)
-    if not _holds(prefix, documents):
-        write_corpus(documents, prefix)
-
-
 def standard_library(max_bytes: int) -> list[bytes]:
     """The files of Python's standard library that make so many bytes; the last one is cut."""
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -181,19 +170,6 @@ def standard_library(max_bytes: int) -> list[bytes]:
         if foreign.isdisjoint(path.relative_to(library).parts)
     ]
     return list(read_documents(files, max_bytes))
-
-
-def _holds(prefix: Path, documents: Sequence[bytes]) -> bool:
-    """Whether the files exist and hold exactly these documents.
-
-    The index is not read: it is written last and removed first, so it matches the data.
-    """
-    wanted = b"".join(tokenise(content).tobytes() for content in documents)
-    try:
-        present = prefix.with_name(prefix.name + ".bin").read_bytes()
-    except OSError:
-        return False
-    return present == wanted and prefix.with_name(prefix.name + ".idx").exists()
 
 
 @contextmanager
