@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ttrace.cli import command, training
 from megatron_ttrace.jobs import flags
+from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.settings import Settings, checking, split
@@ -149,7 +150,7 @@ class _Checks:
 def _commits(args: argparse.Namespace, command_: Command, good: str, bad: str) -> int:
     from megatron_ttrace.jobs.processes.worktrees import Checkout
 
-    script = training.script_of(command_)
+    script = scripts.require(command_.script)
     checkout = Checkout(args.checkout or script.resolve().parent, " with --checkout DIR")
     commits = checkout.between(checkout.commit(good), checkout.commit(bad))
     say = command.progress_of(args)

@@ -5,6 +5,7 @@ import argparse
 import os
 
 from megatron_ttrace.cli import command, training
+from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.settings import settings_of, split
 
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     command_ = training.command_of(args)
     settings, arguments = split(command_.arguments, settings_of(args))
     say = command.progress_of(args)
-    script = training.script_of(command_)
+    script = scripts.require(command_.script)
     interpreter = apart.interpreter_of(command_)
     tree = overlay.Tree.of(script)
     difference = overlay.difference(tree, args.good)

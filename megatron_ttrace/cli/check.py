@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_ttrace.cli import blame as blaming
 from megatron_ttrace.cli import command, diff, training
 from megatron_ttrace.jobs import flags
+from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.processes import signals
 from megatron_ttrace.jobs.settings import settings_of, split
@@ -167,7 +168,7 @@ def _shrunk(
     from megatron_ttrace.jobs.provenance import SHRUNK
     from megatron_ttrace.jobs.shrink import documents
 
-    training.script_of(command_)
+    scripts.require(command_.script)
     settings, theirs = split(command_.arguments, settings_of(args))
     ranks = command_.ranks or args.nproc_per_node
     large = dataclasses.replace(command_, arguments=tuple(theirs), ranks=ranks)

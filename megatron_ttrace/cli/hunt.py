@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ttrace.cli import command, training
 from megatron_ttrace.jobs import flags
+from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.jobs.settings import split
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     alike = dataclasses.replace(settings, reference=None, wandb=True, wandb_online=False)
     ours = alike.words()[2:]
     base = dataclasses.replace(base, arguments=tuple(words))
-    script = training.script_of(base)
+    script = scripts.require(base.script)
     shrunk = plan.shrink(base, args.max_ranks)
     directory = args.directory.absolute()
     with shared.alone(directory):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ttrace.cli import command, training
 from megatron_ttrace.jobs import flags
+from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.trace.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.jobs.shrink import documents
 
     command_ = training.command_of(args)
-    training.script_of(command_)
+    scripts.require(command_.script)
     plan = training.shrunk(command_, args.max_ranks, args.data)
     smalls = training.small(plan.command, plan.jobs, args.data)
     commands = [

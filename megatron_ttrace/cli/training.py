@@ -75,14 +75,6 @@ def command_of(args: argparse.Namespace) -> Command:
     return command_
 
 
-def script_of(command_: Command) -> Path:
-    """The script of a command. Raises ``TTraceError`` when there is no such file."""
-    script = Path(command_.script)
-    if not script.is_file():
-        raise TTraceError(f"{script}: no such script")
-    return script
-
-
 def parsed(words: list[str], user: str, nproc: int | None = None) -> Command:
     """The training command that these words are.
 

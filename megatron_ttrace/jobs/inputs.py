@@ -31,15 +31,6 @@ def require_regular(paths: Iterable[Path]) -> None:
             )
 
 
-def require_regular_folder(folder: Path) -> None:
-    """The same for the files directly in a folder."""
-    require_regular([folder])
-    try:
-        require_regular(sorted(folder.iterdir()))
-    except OSError:
-        return
-
-
 def require_regular_data(args: object) -> None:
     """The same for the data that Megatron's arguments name."""
     require_regular(map(Path, _named(args, (*_DATA_LISTS, *_FILE_FLAGS))))

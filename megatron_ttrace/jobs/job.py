@@ -116,9 +116,7 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
         OutOfTimeError: when it took longer than its limit; its ranks are ended.
         TTraceError: when there is no answer, with the reason.
     """
-    if not job.script.is_file():
-        wrong = "is not a regular file" if job.script.exists() else "no such script"
-        raise TTraceError(f"{job.script}: {wrong}")
+    scripts.require(job.script)
     with shared.claim(job.directory) as claim:
         if fork and (why := forkserver.refuses(job.script, job.environment)):
             say(f"{job.script} runs in fresh processes: {why}")

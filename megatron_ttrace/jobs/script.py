@@ -91,6 +91,17 @@ def imports_bridge(script: str | Path) -> bool:
     return any(f"{name}.".startswith(f"{_BRIDGE}.") for name in names)
 
 
+def require(script: str | Path) -> Path:
+    """The path of a script. Raises ``TTraceError`` when there is no such file."""
+    from megatron_ttrace.trace.errors import TTraceError
+
+    path = Path(script)
+    if not path.is_file():
+        wrong = "is not a regular file" if path.exists() else "no such script"
+        raise TTraceError(f"{path}: {wrong}{'' if path.is_absolute() else f' in {Path.cwd()}'}")
+    return path
+
+
 def require_flags(script: str | Path, action: str) -> None:
     """Refuse a script of Megatron-Bridge, whose configuration is code: ``action`` changes flags.
 

@@ -189,8 +189,6 @@ def _adapt(args: MegatronArguments, settings: Settings | None) -> None:
     if settings is not None:
         settings.require_valid()
         inputs.require_regular_data(args)
-        if settings.reference is not None:
-            inputs.require_regular_folder(settings.reference)
         provenance.require_found()
         if not cpu.needed(early.device):
             helpers_cpp.skip_compilation(where_impossible=True)

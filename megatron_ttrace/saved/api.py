@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ttrace.jobs import flags, inputs, provenance, reference_layout
+from megatron_ttrace.jobs import flags, provenance, reference_layout
+from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.processes import signals
 from megatron_ttrace.jobs.settings import (
     DEFAULT_ALLOW_UNCHECKED,
@@ -165,10 +166,8 @@ def compare(
     """
     from megatron_ttrace.trace.store import TraceReader
 
-    _require_share(allow_unchecked)
+    Settings(allow_unchecked=allow_unchecked).require_valid()
     theirs, ours = Path(reference), Path(candidate)
-    for folder in (theirs, ours):
-        inputs.require_regular_folder(folder)
     trusted, tested = TraceReader(theirs), TraceReader(ours)
     for trace, role in ((trusted, "reference"), (tested, "candidate")):
         if trace.meta.get("role") != role:
@@ -221,7 +220,7 @@ def diff(
     from megatron_ttrace.saved.huggingface import comparison as huggingface
     from megatron_ttrace.trace.store import TraceReader
 
-    _require_share(allow_unchecked)
+    Settings(allow_unchecked=allow_unchecked).require_valid()
     folder = Path(output)
     _require_no_trace(folder)
     show_to = functools.partial(
@@ -260,11 +259,6 @@ def is_model(text: object) -> bool:
     if (config := huggingface.config_of(text)) is not None:
         huggingface.require(config)
     return config is not None
-
-
-def _require_share(allow_unchecked: float) -> None:
-    if not 0 <= allow_unchecked <= 1:
-        raise TTraceError(f"--allow-unchecked {allow_unchecked}: give a share from 0 to 1")
 
 
 def _require_no_trace(folder: Path) -> None:
@@ -390,7 +384,6 @@ def load_report(directory: PathLike) -> Report:
     from megatron_ttrace.trace import files
 
     folder = Path(directory)
-    inputs.require_regular_folder(folder)
     summary, verdicts = files.load_report(folder)
     return Report(summary=summary, verdicts=tuple(verdicts), directory=folder)
 
@@ -426,9 +419,7 @@ def run_check(
 
     began = time.monotonic()
     shared.require_free(settings.directory)
-    if not script.is_file():
-        place = "" if script.is_absolute() else f" in {Path.cwd()}"
-        raise TTraceError(f"{script}: no such script{place}")
+    scripts.require(script)
     tell = say or (lambda line: None)
     progress = Progress(tell)
     if fork:

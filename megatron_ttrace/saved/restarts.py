@@ -62,9 +62,7 @@ def resume(
     began = time.monotonic()
     with shared.claim(folder):
         _clear(folder)
-        script = Path(command.script)
-        if not script.is_file():
-            raise TTraceError(f"{script}: no such script")
+        script = scripts.require(command.script)
         if fork:
             say(f"restarting {script}: importing torch and Megatron")
             fork = jobs.prepare(settings.device, script, arguments=command.arguments)

@@ -24,7 +24,7 @@ from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measure import measure, scale_of
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.offline import epsilon_of, measure_saved
-from megatron_ttrace.jobs import flags, inputs
+from megatron_ttrace.jobs import flags
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.judged import Judged
@@ -287,8 +287,6 @@ def add_parser(subparsers: command.Subparsers) -> None:
 def _run(args: argparse.Namespace) -> int:
     """Plant, judge, count."""
     saved = args.reference, args.candidate
-    for folder in saved:
-        inputs.require_regular_folder(folder)
     with api.consistent(*saved):
         field = Field(*saved)
         print(f"{len(field)} places (a tensor on a rank)")
