@@ -21,7 +21,7 @@ from megatron_ttrace.report.wording import (
     messages,
     notes_text,
     on_ranks,
-    runs,
+    ranks_text,
 )
 from megatron_ttrace.trace import findings as f
 from megatron_ttrace.trace.counted import Statistic
@@ -487,7 +487,4 @@ _RENDERERS: dict[type, Callable[[Any], Text]] = {
 
 def _ranges(indices: Sequence[int]) -> str:
     """``0..3, 8`` for ``[0, 1, 2, 3, 8]``."""
-    ranges = runs(indices)
-    shown = [str(a) if a == b else f"{a}..{b}" for a, b in ranges[:3]]
-    more = len(ranges) - 3
-    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+    return ranks_text(indices, 3, "..", ", ")

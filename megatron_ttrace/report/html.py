@@ -17,7 +17,7 @@ import jinja2
 from markupsafe import Markup
 
 from megatron_ttrace.report import blame, figures, ledger, table, wording
-from megatron_ttrace.trace import files
+from megatron_ttrace.trace import budget, files
 from megatron_ttrace.trace.records import Direction, Kind, Outcome, Summary, Verdict
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean, script_json
 
@@ -111,6 +111,7 @@ def template() -> jinja2.Template:
         "Direction": Direction,
         "Kind": Kind,
         "blame": blame,
+        "budget": budget,
         "wording": wording,
         "figures": figures,
         "files": files,

@@ -2,6 +2,7 @@
 """The collectives of traced steps, for people."""
 
 from megatron_ttrace.report.wording import messages, on_ranks
+from megatron_ttrace.trace import budget
 from megatron_ttrace.trace.collectives import (
     Citation,
     LedgerFault,
@@ -16,7 +17,6 @@ _SHOWN = 4
 """Collectives that a sentence names."""
 
 _WHEN = messages(Phase)
-_UNITS = ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB"))
 
 
 def citation_text(cited: Citation | None) -> str:
@@ -53,7 +53,7 @@ def finding_text(finding: LedgerFinding) -> str:
         return f"the same collectives {where} ran in different orders: {sides} disagree"
     words = (finding.operation or "", finding.reduction, clean(finding.dtype, 40))
     collective = " ".join(filter(None, words))
-    size = f", {size_text(finding.bytes)}" if finding.bytes >= 0 else ""
+    size = f", {budget.shown(finding.bytes)}" if finding.bytes >= 0 else ""
     if finding.fault is LedgerFault.PRECISION:
         place = _place(finding.ran[0]) if finding.ran else ""
         return (
@@ -70,11 +70,6 @@ def finding_text(finding: LedgerFinding) -> str:
         return f"{collective}{size} {where}: {', '.join(counts)}"
     counts = (f"{_times(ran.count)} on {on_ranks(ran.ranks)}{_place(ran)}" for ran in finding.ran)
     return f"{collective}{size} {where} ran unequally often: {'; '.join(counts)}"
-
-
-def size_text(size: int) -> str:
-    """``4.0 KB``."""
-    return next((f"{size / unit:.1f} {name}" for unit, name in _UNITS if size >= unit), f"{size} B")
 
 
 def _times(count: int) -> str:

@@ -9,19 +9,12 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_ttrace.report.terminal import STYLES
-from megatron_ttrace.report.wording import on_ranks
+from megatron_ttrace.report.wording import messages, on_ranks
 from megatron_ttrace.trace.records import Result
 from megatron_ttrace.trace.resumed import Blame, Difference, How, Restart, Resumed, What, code_of
 from megatron_ttrace.trace.sanitise import clean, some_of
 
-_PLURAL = {
-    What.WEIGHT: "weights",
-    What.MAIN: "main weights",
-    What.EXP_AVG: "first moments (exp_avg)",
-    What.EXP_AVG_SQ: "second moments (exp_avg_sq)",
-    What.BUFFER: "buffers",
-    What.OTHER: "optimizer state",
-}
+_PLURAL, _HOW = messages(What), messages(How)
 _NAMED = 3
 _WIDTH = 80
 
@@ -151,16 +144,6 @@ def _places(difference: Difference) -> list[str]:
     is_changed = where and code_of(where) in map(code_of, changed)
     ran = f"it was changed, and ran while {difference.blame}"
     return [f"{place}: {ran}" for place in changed] + [where] * bool(where and not is_changed)
-
-
-_HOW = {
-    How.DIFFERENT: "other values",
-    How.MISSING: "lost",
-    How.EXTRA: "not there before",
-    How.SHAPE: "another shape",
-    How.INCOMPLETE: "no rank has some of the elements",
-    How.CONFLICT: "ranks with the same part have different values",
-}
 
 
 def _number(value: float | None) -> str:

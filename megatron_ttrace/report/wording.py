@@ -171,12 +171,12 @@ def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return ranges
 
 
-def ranks_text(ranks: Iterable[int], limit: int = 12) -> str:
+def ranks_text(ranks: Iterable[int], limit: int = 12, to: str = "-", gap: str = ",") -> str:
     """``(0, 1, 2, 5)`` -> ``0-2,5``, with the tail counted where there are many ranges."""
     ranges = runs(ranks)
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:limit]]
+    shown = [str(a) if a == b else f"{a}{to}{b}" for a, b in ranges[:limit]]
     hidden = sum(b - a + 1 for a, b in ranges[limit:])
-    return ",".join(shown) + (f" and {hidden} more" if hidden else "") if shown else "-"
+    return gap.join(shown) + (f" and {hidden} more" if hidden else "") if shown else "-"
 
 
 def on_ranks(ranks: Iterable[int]) -> str:

@@ -28,6 +28,7 @@ from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.outcomes import Grounds, Unexercised
 from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import BufferIndex, Direction, Kind, LoadedIndex, Outcome, Result
+from megatron_ttrace.trace.resumed import How
 from tests.report.synthetic_report import make_judged
 from tests.report.test_ledger import RAN
 
@@ -66,7 +67,7 @@ def test_every_type_of_finding_has_a_renderer() -> None:
 
 ENUMS: tuple[type[Enum], ...] = (
     *(Result, Outcome, Grounds, LoadedIndex, Remark, Unexercised, Execution, Statistic),
-    *(Blaming, Clue, findings.Lack),
+    *(Blaming, Clue, How, findings.Lack),
     *(findings.RowOrder, findings.MaskOrder, findings.CastOperand, findings.Term),
 )
 
@@ -76,7 +77,7 @@ def test_every_member_has_words(enum: type[Enum]) -> None:
     """No enumeration is rendered in part."""
     assert {*messages(enum)} == {*enum}
     pairs = {"Finding", "Cause", "Zero", "Dropout"}
-    partly = {"Phase", "Reason", "Ran", "Note", "Suspects", "sizes", *pairs}
+    partly = {"Phase", "Reason", "Ran", "Note", "Suspects", "What", "sizes", *pairs}
     assert MESSAGES.keys() == {member_type.__name__ for member_type in ENUMS} | partly
     assert {*messages(Statistic, "Suspects")} == {*Statistic}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.report import html
-from megatron_ttrace.report.ledger import citation_text, finding_text, size_text
+from megatron_ttrace.report.ledger import citation_text, finding_text
 from megatron_ttrace.trace import files
 from megatron_ttrace.trace.collectives import (
     Citation,
@@ -97,21 +97,13 @@ def test_citation(cited: Citation | None, text: str) -> None:
                 bytes=2048,
                 ran=(RanHere((0,), 1), RanHere((1,), 0)),
             ),
-            "message float32, 2.0 KB from rank 0 to rank 1: sent once, received never",
+            "message float32, 2.0 kB from rank 0 to rank 1: sent once, received never",
         ),
     ],
 )
 def test_finding(finding: LedgerFinding, text: str) -> None:
     """One sentence that names operation, group, ranks and place."""
     assert finding_text(finding) == text
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KB"), (3 << 30, "3.0 GB")]
-)
-def test_size(size: int, text: str) -> None:
-    """In units that are read at a glance."""
-    assert size_text(size) == text
 
 
 def summary() -> Summary:
@@ -124,7 +116,7 @@ def test_the_page() -> None:
     """The finding is on top, the row in a table; neither is there without a record."""
     text = " ".join("\n".join(parse(html.render(summary(), [])).texts).split())
     assert finding_text(COUNT) in text[: text.index("Margin of every tensor")]
-    row = "gradient reduction - 1 reduce_scatter sum dp-cp (4) float32 512 B to 3.0 MB 3 megatron/"
+    row = "gradient reduction - 1 reduce_scatter sum dp-cp (4) float32 512 bytes to 3.1 MB 3 megatron/"
     assert row in text
     assert "Collectives of the traced steps" not in html.render(make_summary([]), [])
 
