@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from megatron_ttrace.jobs.processes.worktrees import Checkout, Hunk
 
 SUMMARY = "find the commit of Megatron that makes a job diverge"
-DESCRIPTION = "Find the first commit of a Megatron checkout with which a job diverges."
 EPILOG = """\
 examples:
   ttrace bisect core_v0.18.0 main -- torchrun --nproc-per-node 2 pretrain_gpt.py ...

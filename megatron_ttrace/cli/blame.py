@@ -10,10 +10,6 @@ from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.settings import settings_of, split
 
 SUMMARY = "find which of your changes to Megatron make a job diverge"
-DESCRIPTION = (
-    "Find the smallest set of your changes to Megatron with which a job diverges, "
-    "and without which it does not."
-)
 EPILOG = """\
 examples:
   ttrace blame -- torchrun --nproc-per-node 2 pretrain_gpt.py ...

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from megatron_ttrace.evaluation.bugs.suite import BugRow
 
 SUMMARY = "list known bugs, or test that the checker finds them"
-DESCRIPTION = "Known silent bugs of distributed training, re-created as test cases."
 EPILOG = """\
 examples:
   ttrace eval bugs list

@@ -191,20 +191,14 @@ def _tell(text: str) -> None:
 
     if os.environ.get(DEBUG):
         traceback.print_exc()
+    lines = text.splitlines()
     try:
         from megatron_ttrace.trace import ends
+        from megatron_ttrace.trace.sanitise import NOTE_LIMIT, log_line, shorten
 
         ends.write(ends.EndRecord(code=2, at=0, message=text))
-    except Exception:  # noqa: BLE001, S110 - the error may be that this cannot be imported
-        pass
-    # Some errors quote the last lines of a log, which is foreign text.
-    lines = "\n".join(map(_clean, text.splitlines()))
-    print(f"ttrace: {lines}", file=sys.stderr, flush=True)
-
-
-def _clean(line: str) -> str:
-    try:
-        from megatron_ttrace.trace.sanitise import NOTE_LIMIT, log_line, shorten
+        # Some errors quote the last lines of a log, which is foreign text.
+        lines = [shorten(log_line(line), NOTE_LIMIT) for line in lines]
     except Exception:  # noqa: BLE001 - the error may be that this cannot be imported
-        return ascii(line)[1:-1]
-    return shorten(log_line(line), NOTE_LIMIT)
+        lines = [ascii(line)[1:-1] for line in lines]
+    print("ttrace:", "\n".join(lines), file=sys.stderr, flush=True)

@@ -18,10 +18,6 @@ from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.sanitise import in_one_line
 
 SUMMARY = "run a job once and keep its trace, to compare other runs with it"
-DESCRIPTION = (
-    "Run the traced steps of a training job as ttrace check does, and keep all of "
-    "its tensors for ttrace check --against and ttrace diff."
-)
 EPILOG = """\
 examples:
   ttrace record --ttrace-dir before -- torchrun --nproc-per-node 2 pretrain_gpt.py ...

@@ -12,10 +12,6 @@ from megatron_ttrace.jobs.settings import FLAGS, Settings, split
 from megatron_ttrace.trace import ends
 
 SUMMARY = "check that a job goes on as before when it is restarted from its checkpoint"
-DESCRIPTION = (
-    "Train, save, and restart from the checkpoint; compare all training state and "
-    "the following steps with the run that was not interrupted."
-)
 EPILOG = """\
 examples:
   ttrace resume -- torchrun --nproc-per-node 2 pretrain_gpt.py ...

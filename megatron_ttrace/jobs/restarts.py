@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from megatron_ttrace.jobs.flags import Parser, integer
 from megatron_ttrace.jobs.settings import split
 from megatron_ttrace.jobs.shrink.axes import OPTIONS
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
@@ -159,25 +160,24 @@ def _long_enough(words: list[str], flags: CommandFlags, steps: int) -> tuple[lis
 
 def _into(restarted: Run, text: str, number: int) -> Run:
     """The same restart in another layout."""
-    usage = f"give flags of the script, such as --tensor-model-parallel-size 1, and {_NPROC}"
+    usage = f"give flags of the script, such as --tensor-model-parallel-size 1, and {_NPROC} N"
+    parser = Parser(prog="ttrace resume", add_help=False, allow_abbrev=False)
+    parser.add_argument(_NPROC, dest="nproc", type=integer(1), default=restarted.nproc)
     try:
-        words = shlex.split(text.replace(f"{_NPROC}=", f"{_NPROC} "))
+        args, words = parser.parse_known_args(shlex.split(text))
         CommandFlags.parse(words)
+        if split(words)[1] != words:
+            raise TTraceError("the flags of a check")
     except (ValueError, TTraceError) as error:
         raise TTraceError(f"--into {text!a}: {usage}") from error
-    nproc = restarted.nproc
-    if _NPROC in words[:-1]:
-        at = words.index(_NPROC)
-        if not words[at + 1].isdecimal() or not int(words[at + 1]):
-            raise TTraceError(f"--into {text!a}: {_NPROC} needs a number")
-        nproc = int(words[at + 1])
-        words = [*words[:at], *words[at + 2 :]]
-    if split(words)[1] != words:
-        raise TTraceError(f"--into {text!a}: {usage}")
     if not CommandFlags.parse(words).has("make_vocab_size_divisible_by"):
         base = CommandFlags.parse(restarted.arguments)
         words += CommandFlags.parse([*restarted.arguments, *words]).padding(base.padded_multiple())
     name = f"{INTO}{number}"
     return dataclasses.replace(
-        restarted, name=name, arguments=(*restarted.arguments, *words), nproc=nproc, layout=text
+        restarted,
+        name=name,
+        arguments=(*restarted.arguments, *words),
+        nproc=args.nproc,
+        layout=text,
     )

@@ -65,7 +65,7 @@ def brief(error: BaseException) -> str:
     if isinstance(error, KeyError):
         return f"no field {error.args[0]!r}"
     text = str(getattr(error, "strerror", None) or error)
-    return text.strip().partition("\n")[0][:160] or type(error).__name__
+    return text.strip().partition("\n")[0][:_LONGEST_LINE] or type(error).__name__
 
 
 def one_line(error: BaseException) -> str:

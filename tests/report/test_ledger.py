@@ -67,7 +67,7 @@ def test_citation(cited: Citation | None, text: str) -> None:
     [
         (
             COUNT,
-            "all_reduce sum float32, 64 B over tp (ranks 0, 1) ran unequally often: 2 times on "
+            "all_reduce sum float32, 64 bytes over tp (ranks 0, 1) ran unequally often: 2 times on "
             "rank 0 in decoder.layers.0 at a.py:1 (f); never on rank 1",
         ),
         (
@@ -85,7 +85,7 @@ def test_citation(cited: Citation | None, text: str) -> None:
             dataclasses.replace(
                 COUNT, fault=LedgerFault.PRECISION, dtype="bfloat16", expected="float32"
             ),
-            "all_reduce sum bfloat16 over tp (ranks 0, 1), 64 B in decoder.layers.0 at "
+            "all_reduce sum bfloat16 over tp (ranks 0, 1), 64 bytes in decoder.layers.0 at "
             "a.py:1 (f): a lower precision than the settings ask for (float32)",
         ),
         (
@@ -116,7 +116,7 @@ def test_the_page() -> None:
     """The finding is on top, the row in a table; neither is there without a record."""
     text = " ".join("\n".join(parse(html.render(summary(), [])).texts).split())
     assert finding_text(COUNT) in text[: text.index("Margin of every tensor")]
-    row = "gradient reduction - 1 reduce_scatter sum dp-cp (4) float32 512 bytes to 3.1 MB 3 megatron/"
+    row = "gradient reduction - 1 reduce_scatter sum dp-cp (4) float32 512 bytes to 3.1 MB 3 "
     assert row in text
     assert "Collectives of the traced steps" not in html.render(make_summary([]), [])
 

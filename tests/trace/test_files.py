@@ -138,7 +138,7 @@ def test_the_answer_of_one_run(diverged: Check, tmp_path: Path) -> None:
     with pytest.raises(TTraceError, match="is damaged"):
         files.answer_of(tmp_path, "a" * 16)
     (tmp_path / files.VERDICTS).unlink()
-    with pytest.raises(TTraceError, match="cannot read"):
+    with pytest.raises(TTraceError, match="cannot be read"):
         files.answer_of(tmp_path, "a" * 16)
 
 
