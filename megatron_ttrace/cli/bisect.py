@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace bisect``: which commit of Megatron made a job diverge."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -10,13 +8,14 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ttrace.cli import command, training
 from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.processes import apart
+from megatron_ttrace.jobs.processes.worktrees import Checkout, Hunk
 from megatron_ttrace.jobs.settings import Settings, checking, split
 from megatron_ttrace.saved import api, blame
 from megatron_ttrace.saved.bisection import Answer, FirstBad, first_bad
@@ -25,9 +24,6 @@ from megatron_ttrace.trace.blamed import Blame
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Culprit
 from megatron_ttrace.trace.sanitise import clean, in_one_line
-
-if TYPE_CHECKING:
-    from megatron_ttrace.jobs.processes.worktrees import Checkout, Hunk
 
 SUMMARY = "find the commit of Megatron that makes a job diverge"
 EPILOG = """\
@@ -147,8 +143,6 @@ class _Checks:
 
 
 def _commits(args: argparse.Namespace, command_: Command, good: str, bad: str) -> int:
-    from megatron_ttrace.jobs.processes.worktrees import Checkout
-
     script = scripts.require(command_.script)
     checkout = Checkout(args.checkout or script.resolve().parent, " with --checkout DIR")
     commits = checkout.between(checkout.commit(good), checkout.commit(bad))

@@ -2,11 +2,9 @@
 """From the candidate's arguments to those of its single-device reference.
 
 Everything that spreads the model or reorders work is reset; everything that defines the numbers
-(model, data, optimizer, precision) stays: see :mod:`megatron_ttrace.mcore.options`. Two values must
-be carried over explicitly, because Megatron derives them from the layout: the global batch size
-(default: micro batch times data parallel size) and the padded vocabulary (a multiple of
-``--make-vocab-size-divisible-by`` times the tensor parallel size,
-megatron/training/vocab_utils.py).
+(model, data, optimizer, precision) stays: see :mod:`megatron_ttrace.mcore.options`. Two values that
+Megatron derives from the layout are carried over: the global batch size and the padded vocabulary
+(megatron/training/vocab_utils.py).
 """
 
 import json

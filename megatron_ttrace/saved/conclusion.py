@@ -78,23 +78,12 @@ def conclude(
 ) -> tuple[Summary, list[Verdict]]:
     """Judge, localise, explain, and put that into words.
 
-    Args:
-        reference: the trusted trace.
-        tolerances: of the reference.
-        holdings: what all ranks found.
-        candidate: directory of the candidate's failed (or all) tensors.
-        mesh: of any rank of the candidate; only the sizes are used.
-        config: of the candidate.
-        timings: for the report, which adds those of this function.
-        counts: what went into each rank's norms, counts and updates.
-        notices: for the report.
-        allow_unchecked: share of the computed tensors that may be unchecked in an equivalent run;
-            with more of them, and no culprit, the answer is "could not check".
-        ledger: the collectives of the traced steps, and the code that ran in them.
-        changed: code of Megatron's that the user changed, and where it ran.
-        separate: finds the losses' shares of gradients, by replays of the reference.
-        review: changes verdicts before culprits are sought among them.
-        explains: whether to look for causes; these are faults of spreading a model over ranks.
+    ``holdings`` are what all ranks found, ``counts`` what went into each rank's norms, counts and
+    updates; ``candidate`` is the directory of its failed (or all) tensors, ``mesh`` that of any of
+    its ranks. With a larger share of unchecked tensors than ``allow_unchecked``, and no culprit,
+    the answer is "could not check". ``separate`` finds the losses' shares of gradients, by replays
+    of the reference; ``review`` changes verdicts before culprits are sought among them;
+    ``explains``: whether to look for causes, which are faults of spreading a model over ranks.
     """
     began = time.monotonic()
     eps = reference.reference.epsilon

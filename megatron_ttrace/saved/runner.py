@@ -78,13 +78,7 @@ class Runner:
         flags: tuple[str, ...] = (NO_WANDB,),
         script: Path | None = None,
     ) -> None:
-        """Import Megatron, if ranks can be forked.
-
-        Args:
-            directory: of all cases, and of the references that they share.
-            flags: ``--ttrace-*`` flags of all cases.
-            script: of all cases that name none; by default our own ``pretrain_gpt.py``.
-        """
+        """Import Megatron, if ranks can be forked: that of ``script``, by default our own."""
         self.directory = directory
         self._flags = flags
         self.script = script or launch_dir() / "pretrain_gpt.py"

@@ -67,11 +67,7 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BugRow:
-    """One bug in one layout.
-
-    Attributes:
-        healthy_margin: the largest of the healthy run; 1 would be a false alarm.
-    """
+    """One bug in one layout; of the healthy run the largest margin (1 would be a false alarm)."""
 
     bug: Bug
     layout: BugLayout

@@ -111,14 +111,10 @@ def collect(
     *,
     anywhere: bool = False,
 ) -> list[Recipe]:
-    """Find and shrink the configurations of a checkout whose names match ``patterns``.
+    """Find and shrink the configurations of a checkout whose names match ``patterns``, if any.
 
-    Args:
-        checkout: of Megatron-LM or, with ``anywhere``, any folder of scripts and configurations.
-        patterns: all match if there are none.
-        most: ranks of a small job.
-        places: files and folders in the checkout to look in, instead of those of Megatron-LM.
-        anywhere: see ``checkout``.
+    With ``anywhere`` it may be any folder of scripts and configurations. ``places`` are files and
+    folders in it to look in, instead of those of Megatron-LM; ``most``: ranks of a small job.
 
     Raises:
         TTraceError: when there are none.

@@ -113,8 +113,6 @@ class _Fork:
     """A fork of this process that runs a module of ours, as ``subprocess.Popen`` runs a program."""
 
     def __init__(self, module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
         reading, writing = os.pipe()
         parent = os.getpid()
         self._code: int | None = None
@@ -130,11 +128,8 @@ class _Fork:
             sys.argv = [module, *words]
             runpy.run_module(module, run_name="__main__", alter_sys=True)
 
-        with signals.deferred():
-            self._child = os.fork()
-            if not self._child:
-                forkserver.run_to_end(program, ExitCode.COULD_NOT_CHECK)
-            os.close(writing)
+        self._child = forkserver.start(program, ExitCode.COULD_NOT_CHECK)
+        os.close(writing)
         self.stderr = os.fdopen(reading, encoding="utf-8", errors="replace")
 
     def wait(self) -> int:

@@ -253,8 +253,6 @@ def fork(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
 
     The child dies with this process (with the thread that forked it, as Linux counts).
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
     parent = os.getpid()
     environment = {**environment, **ends.announced(ends.file_of(log))}
 
@@ -271,14 +269,19 @@ def fork(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
         _, script, *arguments = command
         scripts.run(script, arguments, scripts.search_path(script))
 
-    with signals.deferred():
-        child = os.fork()
-        if not child:
-            run_to_end(rank)
-        # Both processes do this, so that the group exists when either continues.
-        with contextlib.suppress(OSError):
-            os.setpgid(child, child)
+    child = start(rank)
+    # Both processes do this, so that the group exists when either continues.
+    with contextlib.suppress(OSError):
+        os.setpgid(child, child)
     return child
+
+
+def start(program: Callable[[], None], failed: int = 1) -> int:
+    """Fork a child that runs ``program`` to its end (:func:`run_to_end`); its process id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with signals.deferred():
+        return os.fork() or run_to_end(program, failed)
 
 
 def begin(parent: int, streams: Sequence[int], environment: Mapping[str, str]) -> None:
