@@ -15,7 +15,7 @@ from megatron_ttrace.trace.errors import TTraceError
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a pipe in it, under every name that commands look for."""
-    for name in ("meta.json", "summary.json", "pretrain_gpt.py", "text.txt"):
+    for name in ("meta.json", "summary.json", "text.txt"):
         os.mkfifo(tmp_path / name)
     return tmp_path
 
@@ -25,7 +25,6 @@ def folder(tmp_path: Path) -> Path:
     [
         ["report", "DIR"],
         ["compare", "DIR", "DIR"],
-        ["patch", "DIR"],
         ["data", "--output", "DIR/out", "DIR/text.txt"],
     ],
 )

@@ -2,6 +2,7 @@
 """``ttrace patch`` on stand-ins of each release."""
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -152,6 +153,15 @@ def test_what_is_no_checkout(tmp_path: Path, file: str, content: str | None, mes
     else:
         (folder / file).write_text(content)
     refuses(folder, message)
+
+
+def test_a_pipe(tmp_path: Path) -> None:
+    """Nobody waits for what comes out of it."""
+    folder = stand_in(tmp_path / "Megatron-LM", RELEASES[-1])
+    (folder / "pretrain_gpt.py").unlink()
+    os.mkfifo(folder / "pretrain_gpt.py")
+    with pytest.raises(TTraceError, match="not a regular file"):
+        run(folder)
 
 
 def test_unknown_release(tmp_path: Path) -> None:
