@@ -18,11 +18,11 @@ from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.processes.worktrees import Checkout, Hunk
 from megatron_ttrace.jobs.settings import Settings, checking, split
 from megatron_ttrace.saved import api, blame
-from megatron_ttrace.saved.bisection import Answer, FirstBad, first_bad
+from megatron_ttrace.saved.bisection import FirstBad, first_bad
 from megatron_ttrace.trace import owned, shared
 from megatron_ttrace.trace.blamed import Blame
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
-from megatron_ttrace.trace.records import Culprit
+from megatron_ttrace.trace.records import Culprit, Result
 from megatron_ttrace.trace.sanitise import clean, in_one_line
 
 SUMMARY = "find the commit of Megatron that makes a job diverge"
@@ -92,7 +92,7 @@ class _Checks:
     reports: dict[str, api.Report] = dataclasses.field(default_factory=dict)
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def __call__(self, commit: str) -> Answer:
+    def __call__(self, commit: str) -> Result:
         """Check one commit."""
         folder = self.directory / "checks" / commit[:12]
         options = ["--against", self.against] if self.against else []
@@ -103,11 +103,11 @@ class _Checks:
             code, reason = apart.ttrace(trial.interpreter, words, environment, quiet=self.quiet)
         if code in (ExitCode.EQUIVALENT, ExitCode.DIVERGED):
             self.reports[commit] = api.load_report(folder)
-            return Answer.BAD if code else Answer.GOOD
+            return self.reports[commit].verdict
         if code != ExitCode.COULD_NOT_CHECK:
             raise TTraceError(f"the check of {commit[:12]} ended with exit code {code}: {reason}")
         self.skipped[commit] = in_one_line(reason)
-        return Answer.SKIPPED
+        return Result.COULD_NOT_CHECK
 
     def blamed(self, commit: str, good: str, say: Callable[[str], None]) -> Blame | None:
         """Which changes of a commit are to blame, compared with a good one; ``None``: not known."""
@@ -153,7 +153,7 @@ def _commits(args: argparse.Namespace, command_: Command, good: str, bad: str) -
     command_ = dataclasses.replace(command_, arguments=tuple(theirs))
     checks = _Checks(checkout, command_, settings, interpreter, args.directory, args.against, quiet)
 
-    def check(number: int) -> Answer:
+    def check(number: int) -> Result:
         commit = commits[number]
         say(f"commit {number + 1} of {len(commits)}: {commit[:12]} {checkout.described(commit)}")
         answer = checks(commit)

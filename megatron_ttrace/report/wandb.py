@@ -17,7 +17,6 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megatron_ttrace.report import table, wording
@@ -88,14 +87,13 @@ def logged(
 ) -> str:
     """Fill a W&B run and return one line that says where it is; empty if there is none to fill.
 
-    ``fill`` is called with the wandb module and the run. ``run`` may be the wandb module, as
-    Megatron's ``get_wandb_writer()`` returns it; with ``None`` the active run is filled, or one of
-    our own, if it is wanted (:func:`is_wanted`), made and finished. ``online`` asks for one that is
-    sent to the server; ``project``, which is also its type of job, ``config`` and ``directory`` are
-    of that. ``subject`` names what is logged in the line about a failure. Never raises.
+    ``fill`` is called with the wandb module and the run. Without ``run`` the active one is filled,
+    or one of our own, if it is wanted (:func:`is_wanted`), made and finished. ``online`` asks for
+    one that is sent to the server; ``project``, which is also its type of job, ``config`` and
+    ``directory`` are of that. ``subject`` names what is logged in the line about a failure. Never
+    raises.
     """
-    job_run = run.run if isinstance(run, ModuleType) else run
-    active = job_run if job_run is not None else active_run()
+    active = active_run() if run is None else run
     if active is None and not is_wanted(online):
         return ""
     warning = f"ttrace: WARNING: W&B logging failed, the {subject} itself is complete"

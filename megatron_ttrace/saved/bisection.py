@@ -2,16 +2,9 @@
 """Searches that need few checks: the first bad commit, the smallest set of parts that diverges."""
 
 import dataclasses
-import enum
 from collections.abc import Callable, Sequence
 
-
-class Answer(enum.Enum):
-    """What a check found."""
-
-    GOOD = "good"
-    BAD = "bad"
-    SKIPPED = "could not be checked"
+from megatron_ttrace.trace.records import Result
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +21,7 @@ class FirstBad:
 
 
 def first_bad(
-    count: int, check: Callable[[int], Answer], pivots: Sequence[int] = ()
+    count: int, check: Callable[[int], Result], pivots: Sequence[int] = ()
 ) -> FirstBad | None:
     """Bisect ``count`` commits that follow a good one; the last is checked first.
 
@@ -38,7 +31,7 @@ def first_bad(
     Returns:
         ``None`` when the last commit is not bad, so that there is nothing to find.
     """
-    if check(count - 1) is not Answer.BAD:
+    if check(count - 1) is not Result.DIVERGED:
         return None
     good, bad = -1, count - 1
     skipped: set[int] = set()
@@ -47,9 +40,9 @@ def first_bad(
         nearest = min(candidates, key=lambda number: abs(2 * number - good - bad))
         middle = next((number for number in pivots if number in candidates), nearest)
         answer = check(middle)
-        if answer is Answer.SKIPPED:
+        if answer is Result.COULD_NOT_CHECK:
             skipped.add(middle)
-        elif answer is Answer.BAD:
+        elif answer is Result.DIVERGED:
             bad = middle
         else:
             good = middle
@@ -87,11 +80,11 @@ class Causes[T]:
     """
 
     sets: tuple[tuple[T, ...], ...]
-    without: Answer
+    without: Result
 
 
 def causes[T](
-    parts: Sequence[T], check: Callable[[Sequence[T]], Answer], pivots: Sequence[int] = ()
+    parts: Sequence[T], check: Callable[[Sequence[T]], Result], pivots: Sequence[int] = ()
 ) -> Causes[T]:
     """The smallest sets of parts that are bad by themselves, until the rest is bad no more.
 
@@ -105,19 +98,19 @@ def causes[T](
         No sets when all parts together are not bad, or none of them is not good.
     """
     number = {part: position for position, part in enumerate(parts)}
-    known: dict[frozenset[T], Answer] = {}
+    known: dict[frozenset[T], Result] = {}
 
-    def ask(some: Sequence[T]) -> Answer:
+    def ask(some: Sequence[T]) -> Result:
         key = frozenset(some)
         if key not in known:
             known[key] = check(sorted(some, key=number.__getitem__))
         return known[key]
 
-    if ask(parts) is not Answer.BAD or ask(()) is not Answer.GOOD:
+    if ask(parts) is not Result.DIVERGED or ask(()) is not Result.EQUIVALENT:
         return Causes((), ask(parts))
     remaining = list(parts)
     sets: list[tuple[T, ...]] = []
-    while (answer := ask(remaining)) is Answer.BAD:
+    while (answer := ask(remaining)) is Result.DIVERGED:
         sets.append(tuple(_cause(remaining, ask, pivots)))
         remaining = [part for part in remaining if part not in sets[-1]]
         pivots = ()
@@ -125,7 +118,7 @@ def causes[T](
 
 
 def _cause[T](
-    parts: Sequence[T], ask: Callable[[Sequence[T]], Answer], pivots: Sequence[int]
+    parts: Sequence[T], ask: Callable[[Sequence[T]], Result], pivots: Sequence[int]
 ) -> list[T]:
     """Parts that are bad together, though none of them can be left out.
 
@@ -134,14 +127,14 @@ def _cause[T](
     """
     pool, kept = list(parts), list[T]()
 
-    def ask_first(last: int) -> Answer:
+    def ask_first(last: int) -> Result:
         return ask([*pool[: last + 1], *kept])
 
-    while not kept or ask(kept) is not Answer.BAD:
+    while not kept or ask(kept) is not Result.DIVERGED:
         where = first_bad(len(pool), ask_first, pivots)
         if where is None:
             raise ValueError("all parts of the pool, with what is kept, are not bad")
         begin = min((*where.suspects, where.number))
         kept = pool[begin : where.number + 1] + kept
         pool = pool[:begin]
-    return smallest(kept, lambda some: ask(some) is Answer.BAD)
+    return smallest(kept, lambda some: ask(some) is Result.DIVERGED)

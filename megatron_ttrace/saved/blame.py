@@ -13,7 +13,7 @@ from megatron_ttrace.jobs.overlay import Difference, Overlay, Tree
 from megatron_ttrace.jobs.processes import apart, signals
 from megatron_ttrace.jobs.settings import Settings, checking
 from megatron_ttrace.saved import api
-from megatron_ttrace.saved.bisection import Answer, causes, smallest
+from megatron_ttrace.saved.bisection import causes, smallest
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.blamed import Blame, BlamedChange, BlamedHunk, Blaming
 from megatron_ttrace.trace.collectives import pattern
@@ -239,7 +239,7 @@ class _Search:
             fewer for cause in proof.sets for fewer in self._refined(_numbers(cause), everything)
         ]
         without = self._ask(everything.difference(*sets))
-        if proof.without is Answer.GOOD:
+        if proof.without is Result.EQUIVALENT:
             return _Outcome(Blaming.PROVEN, sets, _listed(without.names))
         if without.result is Result.DIVERGED:
             return _Outcome(Blaming.OTHERS, sets, _listed(without.names - self._usual))
@@ -256,11 +256,11 @@ class _Search:
         everything = _numbers(groups)
         limit = self._checks + 4 * len(groups).bit_length() + 12
 
-        def answer(some: Sequence[_Group]) -> Answer:
+        def answer(some: Sequence[_Group]) -> Result:
             if self._checks > limit:
                 raise _TooManyError
-            is_bad = self._answer(_numbers(some)) is Answer.BAD
-            return Answer.BAD if is_bad else Answer.GOOD
+            is_bad = self._answer(_numbers(some)) is Result.DIVERGED
+            return Result.DIVERGED if is_bad else Result.EQUIVALENT
 
         try:
             needed = causes(groups, answer, pivots).sets
@@ -279,7 +279,7 @@ class _Search:
         return _Outcome(Blaming.REMOVED, sets, why)
 
     def _is_good(self, numbers: frozenset[int]) -> bool:
-        return self._answer(numbers) is Answer.GOOD
+        return self._answer(numbers) is Result.EQUIVALENT
 
     def _refined(self, group: frozenset[int], everything: frozenset[int]) -> list[frozenset[int]]:
         """Sets of fewer hunks of a group, if each is to blame, and it is equivalent without all."""
@@ -307,15 +307,15 @@ class _Search:
         ]
         return BlamedChange(tuple(changed), tuple(sorted(filter(None, names))))
 
-    def _answer(self, numbers: frozenset[int]) -> Answer:
+    def _answer(self, numbers: frozenset[int]) -> Result:
         """Whether the job diverges with these hunks as it does with all of them."""
         checked = self._ask(numbers)
         if checked.result is Result.COULD_NOT_CHECK:
-            return Answer.SKIPPED
+            return Result.COULD_NOT_CHECK
         if checked.names & self._wanted:
-            return Answer.BAD
+            return Result.DIVERGED
         # Diverging elsewhere is no answer: it may hide whether it diverges here.
-        return Answer.GOOD if checked.names <= self._usual else Answer.SKIPPED
+        return Result.EQUIVALENT if checked.names <= self._usual else Result.COULD_NOT_CHECK
 
     def _ask(self, numbers: frozenset[int]) -> _Checked:
         if numbers not in self._known:

@@ -4,7 +4,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.saved.bisection import Answer, Causes, causes, first_bad, smallest
+from megatron_ttrace.saved.bisection import Causes, causes, first_bad, smallest
+from megatron_ttrace.trace.records import Result
 
 
 def log2(count):
@@ -19,8 +20,8 @@ def noted(is_bad, skipped=()):
     def check(what):
         asked.append(what if isinstance(what, int) else tuple(what))
         if what in skipped:
-            return Answer.SKIPPED
-        return Answer.BAD if is_bad(what) else Answer.GOOD
+            return Result.COULD_NOT_CHECK
+        return Result.DIVERGED if is_bad(what) else Result.EQUIVALENT
 
     return check, asked
 
@@ -42,7 +43,7 @@ def test_some_cannot_be_checked(count, data):
 
 def test_nothing_to_find():
     """If the last one is good, or cannot be checked, no other is asked."""
-    for answer in (Answer.GOOD, Answer.SKIPPED):
+    for answer in (Result.EQUIVALENT, Result.COULD_NOT_CHECK):
         asked = []
         assert first_bad(64, lambda number, a=answer, n=asked: n.append(number) or a) is None
         assert asked == [63]
@@ -80,7 +81,7 @@ def test_one_cause_among_harmless_changes(count, data):
     pivots = sorted(data.draw(st.sets(st.integers(0, count - 1), max_size=2)))
     check, asked = noted(lambda parts: cause in parts)
     answer = causes([*range(count)], check, pivots)
-    assert answer == Causes(((cause,),), Answer.GOOD)
+    assert answer == Causes(((cause,),), Result.EQUIVALENT)
     assert {(cause,), (), tuple(part for part in range(count) if part != cause)} <= set(asked)
     assert len(set(asked)) == len(asked) <= 2 * log2(count) + 6
     assert len(asked) <= log2(count) + 5 + len(pivots)
@@ -106,20 +107,24 @@ def test_parts_that_matter_together_and_apart(count, data):
 
     def check(some):
         if 0 < len(some) < count and any((a in some) != (b in some) for a, b in broken):
-            return Answer.SKIPPED
-        return Answer.BAD if any(cause <= set(some) for cause in bad) else Answer.GOOD
+            return Result.COULD_NOT_CHECK
+        return Result.DIVERGED if any(cause <= set(some) for cause in bad) else Result.EQUIVALENT
 
     answer = causes(parts, check)
     assert answer.sets
     for cause in answer.sets:
-        assert check(cause) is Answer.BAD
-        assert not any(check([p for p in cause if p != part]) is Answer.BAD for part in cause)
+        assert check(cause) is Result.DIVERGED
+        assert not any(check([p for p in cause if p != part]) is Result.DIVERGED for part in cause)
     blamed = {part for cause in answer.sets for part in cause}
-    assert check([part for part in parts if part not in blamed]) is answer.without is not Answer.BAD
+    assert (
+        check([part for part in parts if part not in blamed])
+        is answer.without
+        is not Result.DIVERGED
+    )
 
 
 def test_no_cause():
     """Nothing to find: the parts are not bad together, or the reason is none of them."""
-    for all_, none in ((Answer.GOOD, Answer.GOOD), (Answer.BAD, Answer.BAD)):
+    for all_, none in ((Result.EQUIVALENT, Result.EQUIVALENT), (Result.DIVERGED, Result.DIVERGED)):
         answer = causes([1, 2], lambda some, a=all_, n=none: a if some else n)
         assert answer == Causes((), all_)
