@@ -3,8 +3,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ttrace.trace import compiled
 from megatron_ttrace.trace.mapped import MappedFile
+from tests import programs, warm
 from tests.trace.traces import bits
 
 DTYPES = (
@@ -135,8 +134,10 @@ for ask in (lambda: file.get("b"), mapped.require_whole):
 )
 def test_a_file_that_is_truncated_under_a_tensor(tmp_path, case, code, printed):
     """A process that survives reads zeros and knows it; nothing else of SIGBUS changes."""
-    words = [sys.executable, "-c", CHILD, str(tmp_path / "a.safetensors"), case]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    words = (script, tmp_path / "a.safetensors", case)
+    done = warm.run(words, cwd=tmp_path, env=programs.environment(), timeout=600)
     assert (done.returncode, done.stdout.split()) == (code, printed), done.stderr
     if case == "handled":
         assert "Fatal Python error: Bus error" in done.stderr

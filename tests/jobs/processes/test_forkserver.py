@@ -200,16 +200,24 @@ print("PYTORCH_NVML_BASED_CUDA_CHECK" in os.environ)
 from megatron_ttrace import cpu
 from megatron_ttrace.jobs import provenance
 print(cpu.active(), bool(provenance._folder))
+import torch
+asked = []
+torch.backends.cuda.is_built = lambda: True
+for has_gpu in (True, False):
+    torch.cuda.is_available = lambda: bool(asked.append(1)) or has_gpu
+    print(forkserver.needs_cpu("auto"), len(asked), forkserver.needs_cpu("cpu"))
 """
 
 
 def test_imports_without_the_cpu_backend(tmp_path):
     """For ranks on GPUs: nothing of the GPU's driver is used, and no variable is left behind.
 
-    Nor has a run begun: each rank's has a folder and variables of its own.
+    Nor has a run begun: each rank's has a folder and variables of its own. A child asks whether
+    there is a GPU, so this process can still fork others that use it.
     """
-    said = in_fresh_process(tmp_path, GPU).split()
-    assert said == ["True", "True", "False", "False", "False"]
+    *imported, on_gpu, on_cpu = in_fresh_process(tmp_path, GPU).splitlines()
+    assert " ".join(imported).split() == ["True", "True", "False", "False", "False"]
+    assert (on_gpu, on_cpu) == ("False 0 True", "True 0 True")
 
 
 @pytest.mark.parametrize("initialised", [False, True])
@@ -225,25 +233,6 @@ def test_a_driver_that_an_import_used(monkeypatch, initialised):
 
     monkeypatch.setattr(forkserver.ctypes, "CDLL", Driver)
     assert forkserver.is_gpu_unused() is not initialised
-
-
-ASKED = """
-import sys, torch
-from megatron_ttrace.jobs.processes import forkserver
-asked = []
-torch.cuda.is_available = lambda: bool(asked.append(1)) or sys.argv[1] == "gpu"
-torch.backends.cuda.is_built = lambda: True
-print(forkserver.needs_cpu("auto"), len(asked), forkserver.needs_cpu("cpu"))
-"""
-
-
-@pytest.mark.parametrize(("machine", "needed"), [("gpu", "False"), ("cpu", "True")])
-def test_a_child_asks_for_a_gpu(tmp_path, machine, needed):
-    """So this process can still fork others that use it."""
-    script = tmp_path / "parent.py"
-    script.write_text(ASKED)
-    done = programs.python(script, machine, timeout=600)
-    assert done.stdout.split() == [needed, "0", "True"], done.stderr
 
 
 def test_what_was_imported_is_not_searched_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
