@@ -282,10 +282,11 @@ RECOMPUTED = (
             "dropout draws another mask in the recomputation than in the forward pass",
             "CheckpointFunction.backward",
         ),
-        (
+        pytest.param(
             *("random_states_are_left", (*SP, *RECOMPUTED), "embedding.embedding_dropout"),
             "dropout draws a mask that it has drawn before in the step",
             "CheckpointFunction.backward",
+            marks=pytest.mark.nightly,
         ),
     ],
 )

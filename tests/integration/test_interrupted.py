@@ -50,7 +50,8 @@ def test_ctrl_c(tmp_path: Path, when: str) -> None:
     interrupted(command)
 
 
-@pytest.mark.parametrize("when", [FIRST, pytest.param("restarted", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("when", [FIRST, "restarted"])
 def test_ctrl_c_while_restarting(tmp_path: Path, when: str) -> None:
     """Neither the uninterrupted run nor a restart changes what the job wrote before."""
     mine = tmp_path / "mine"

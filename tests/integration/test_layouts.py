@@ -33,6 +33,7 @@ PARTS = {
     *(f"{layout}/llama/fp32" for layout in ("tp2", "dp2")),
     *("tp2-sp/gpt/fp32", "pp2/llama/bf16", "pp2-vpp2/gpt/bf16", "dp2-zero/gpt/fp32"),
     *("dp2-zero-overlap/llama/bf16", "ep2-alltoall/moe-deep/fp32", "tp2-sp/gpt-te/fp8-tensorwise"),
+    *("tp2-sp-dp2/gpt/fp32", "pp2-dp2-zero/gpt/fp32"),
     "tp2-sp-dp2-shards4-zero-overlap/llama-te/bf16",
 }
 """What others of the promised ones contain, or another test checks."""
@@ -86,10 +87,8 @@ def test_the_whole_matrix(work: Path, seed: int) -> None:
     assert not alarms(rows_of("--all", "--seed", seed, cwd=work))
 
 
-@pytest.mark.parametrize(
-    "flags",
-    ["--ttrace-iterations 1-3", pytest.param("--ttrace-init megatron", marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("flags", ["--ttrace-iterations 1-3", "--ttrace-init megatron"])
 def test_other_starts(work: Path, flags: str) -> None:
     """Later steps and Megatron's own start values are judged as well, and raise no alarm."""
     [row] = rows_of("tp2/gpt/fp32", f"--ttrace-flags={flags}", cwd=work)

@@ -46,6 +46,7 @@ def check(cwd: Path, *job: object, **more: object) -> tuple[jobs.Checked, list[V
     return checked, [one for one in checked.verdicts if one.kind is Kind.LOADED]
 
 
+@pytest.mark.nightly
 def test_weights_of_other_ranks(tmp_path: Path) -> None:
     """Two wrong descriptions: both modules are culprits."""
     save(tmp_path, 1)

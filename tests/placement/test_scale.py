@@ -14,12 +14,12 @@ from tests.placement.scale import JOBS, boxes_of, encoded, planners
 from tests.placement.trillion import EXPERT, HIDDEN, SEQUENCE, TOP_K, Chunk, Job
 
 SMALL = (
-    Job(tp=4, cp=2, pp=2, dp=4, ep=16),
-    Job(tp=2, cp=2, pp=2, dp=8, ep=8, etp=2),
+    Job(tp=4, cp=2, pp=2, dp=2, ep=8),
+    Job(tp=2, cp=2, pp=2, dp=4, ep=4, etp=2),
     # In this order Megatron wants as many replicas of experts as of other layers.
-    Job(tp=4, cp=2, pp=2, dp=4, ep=8, order="tp-cp-ep-pp-dp"),
+    Job(tp=2, cp=2, pp=2, dp=4, ep=4, order="tp-cp-ep-pp-dp"),
 )
-"""64 ranks each."""
+"""32 ranks each."""
 
 
 def whole_model(job):

@@ -64,15 +64,25 @@ def says(path: Path, text: str) -> bool:
     return path.is_file() and text in path.read_text()
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn"])
+ENDS = (
+    (signal.SIGINT, 130, "ttrace: interrupted\n"),
+    (signal.SIGTERM, 143, "ttrace: ended by SIGTERM\n"),
+    (signal.SIGKILL, -9, ""),
+    (signal.SIGHUP, 129, "ttrace: ended by SIGHUP\n"),
+    (signal.SIGQUIT, -3, ""),
+)
+ALWAYS = {
+    *(("fork", signal.SIGINT), ("spawn", signal.SIGTERM)),
+    *(("fork", signal.SIGKILL), ("spawn", signal.SIGKILL)),
+}
+
+
 @pytest.mark.parametrize(
-    ("number", "code", "line"),
+    ("how", "number", "code", "line"),
     [
-        (signal.SIGINT, 130, "ttrace: interrupted\n"),
-        (signal.SIGTERM, 143, "ttrace: ended by SIGTERM\n"),
-        (signal.SIGKILL, -9, ""),
-        pytest.param(*(signal.SIGHUP, 129, "ttrace: ended by SIGHUP\n"), marks=pytest.mark.nightly),
-        pytest.param(*(signal.SIGQUIT, -3, ""), marks=pytest.mark.nightly),
+        pytest.param(how, *end, marks=() if (how, end[0]) in ALWAYS else pytest.mark.nightly)
+        for how in ("fork", "spawn")
+        for end in ENDS
     ],
 )
 def test_nothing_outlives_the_launcher(
