@@ -130,6 +130,8 @@ def _serve(listening: socket.socket) -> None:
     for name in _LATER:
         with contextlib.suppress(ImportError):  # what has moved is imported by each command
             importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        save_without_manager()
     report.prepare(wandb=False)
     base = [entry for entry in sys.path if "site-packages" in entry or "lib" in Path(entry).parts]
     running: dict[int, socket.socket] = {}
@@ -181,6 +183,17 @@ def _become(order: dict, streams: Sequence[int], base: list[str]) -> None:
         code = execute(words)
     finally:
         os._exit(code)
+
+
+def save_without_manager() -> None:
+    """Results of saving pass through a process that is spawned and imports torch: seconds.
+
+    Threads of this process write, except with ``--async-save``, which forks.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    make = filesystem_async.get_write_results_queue
+    filesystem_async.get_write_results_queue = lambda mode="spawn": make("fork")
 
 
 def execute(words: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import megatron_ttrace
-from tests.assay.planted.train import save_without_manager
+from tests.warm import save_without_manager
 
 megatron_ttrace.enable()
 save_without_manager()

@@ -21,11 +21,8 @@ from tests.assay.harness import Row
 from tests.integration.jobs import python
 
 SEED = 1
-CHEAP = (
-    *("signals-049", "ranks-019", "disk-036", "cache-054", "two-003", "hostile-016"),
-    "training-007",
-)
-"""Of each family, faults that wait for no time-out, cold start or new reference."""
+CHEAP = ("disk-036", "cache-054", "two-003", "hostile-016", "training-007")
+"""Of families, faults that wait for no time-out, cold start or new reference."""
 ALWAYS = [
     fault
     for fault in choose(SEED)
@@ -96,8 +93,8 @@ def test_the_list_is_drawn_by_its_seed() -> None:
     assert faults != choose(8)
     assert len({fault.id for fault in faults}) == len(faults) >= 500
     assert {fault.family for fault in faults} == set(Family)
-    # tests/integration represents these: test_bad_input.py and test_owned.py.
-    others = {Family.FOREIGN, Family.INPUTS}
+    # tests/integration represents these: test_bad_input.py, test_interrupted.py and test_owned.py.
+    others = {Family.FOREIGN, Family.INPUTS, Family.RANKS, Family.SIGNALS}
     assert {fault.family for fault in ALWAYS} == set(Family) - others
 
 

@@ -33,6 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import megatron_ttrace
+from tests import warm
 from tests.assay.planted import digests
 from tests.assay.planted.mistakes import PLANTED, plant
 
@@ -104,18 +105,7 @@ def bare() -> None:
         if getattr(module, "parse_args", None) is parse:
             module.parse_args = parse_args  # type: ignore[attr-defined]
     megatron_ttrace.enable = lambda: None  # type: ignore[attr-defined]
-    save_without_manager()
-
-
-def save_without_manager() -> None:
-    """Results of saving pass through a process that is spawned and imports torch: seconds.
-
-    Threads of this process write, except with ``--async-save``, which forks.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    make = filesystem_async.get_write_results_queue
-    filesystem_async.get_write_results_queue = lambda mode="spawn": make("fork")
+    warm.save_without_manager()
 
 
 def spill() -> None:
