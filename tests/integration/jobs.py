@@ -112,12 +112,14 @@ def check(
     script: Path | None = None,
     model: Sequence[object] = TINY,
     cold: bool = False,
+    once: bool = True,
     **more: str,
 ) -> Checked:
     """``ttrace check FLAGS -- SCRIPT MODEL WORDS`` in ``cwd``, which must end with ``code``.
 
     With a ``mistake``, one of ``tests/assay/planted`` by name, its training script makes that.
-    Tests share references, but for those that contain the mistake.
+    Tests share references, but for those that contain the mistake. If not ``once``, a job of
+    whose culprits no cause is known is checked again.
     """
     if mistake:
         more[PLANTED] = mistake
@@ -125,7 +127,7 @@ def check(
         more.setdefault("TTRACE_CACHE", os.environ["TTRACE_TEST_REFERENCES"])
     ranks = ("--nproc-per-node", nproc) if nproc else ()
     done = ttrace(
-        *("check", "--quiet", "--ttrace-no-wandb", *ranks, *flags, "--"),
+        *("check", "--quiet", "--ttrace-no-wandb", *(["--once"] * once), *ranks, *flags, "--"),
         *(script or (TRAIN if mistake else SCRIPT), *model, *words),
         cwd=cwd,
         cold=cold,

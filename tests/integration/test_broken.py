@@ -3,9 +3,17 @@
 
 import pytest
 
+from megatron_ttrace.trace.files import load_report
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import BufferIndex, Direction, Kind, MetricIndex, Outcome
+from megatron_ttrace.trace.records import (
+    BufferIndex,
+    Direction,
+    Kind,
+    MetricIndex,
+    Outcome,
+    Result,
+)
 from megatron_ttrace.trace.store import TraceReader
 from tests.assay.planted.mistakes import load
 from tests.integration.jobs import PP, TP, ZERO, check
@@ -94,8 +102,13 @@ def test_a_logged_number(tmp_path):
 
 
 def test_an_overlapped_gather(tmp_path):
-    """It runs in the first step, although Megatron's own first step makes none."""
-    checked = check(tmp_path, *ZERO, code=1, mistake="remains_of_a_gather")
+    """It runs in the first step, although Megatron's own first step makes none.
+
+    No cause is known: the job is checked again, with modules isolated.
+    """
+    checked = check(tmp_path, *ZERO, code=1, mistake="remains_of_a_gather", once=False)
+    isolated, _ = load_report(checked.out.with_name("ttrace-out-isolated"))
+    assert isolated.verdict is Result.DIVERGED
     assert {one.direction for one in checked.failed} == {Direction.GRADIENT, Direction.UPDATE}
 
 
