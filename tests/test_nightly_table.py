@@ -2,6 +2,7 @@
 """What only ``make nightly`` runs is listed, and something cheaper stands for it."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ ROWS = re.findall(
 )
 
 
+@functools.cache
 def marked() -> dict[str, list[str]]:
     """The decorators of every test."""
     return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An element has the same bits on every rank, and the numbers are normally distributed."""
+"""An element has the same bits on every rank, those of a generator that is written down here."""
 
 import hashlib
 import math
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.run.start import generator
-from megatron_ttrace.run.start.generator import normal, stream_of
+from megatron_ttrace.run.start.generator import normal
 
 
 def whole(shape, seed=1, name="w"):
@@ -65,28 +65,6 @@ def test_the_values_are_frozen():
     assert values.tolist() == [[1.389144295284261, 0.4568124945034974, 1.4302955435618219]]
 
 
-def test_the_distribution_is_normal():
-    """Moments of a million numbers to five standard errors, shares below bounds to 0.5 %."""
-    x = whole((1000, 1000)).reshape(-1)
-    n = x.numel()
-    assert abs(float(x.mean())) < 5 / math.sqrt(n)
-    assert abs(float(x.std()) - 1) < 5 / math.sqrt(2 * n)
-    assert abs(float((x**3).mean())) < 5 * math.sqrt(15 / n)
-    # The sum of eight uniform numbers has an excess kurtosis of -6/(5*8).
-    assert float((x**4).mean()) == pytest.approx(3 - 0.15, abs=0.02)
-    assert float(x.abs().max()) < 4.9
-    for bound in (-2.0, -1.0, -0.3, 0.0, 0.5, 1.0, 1.5, 2.0):
-        expected = 0.5 * (1 + math.erf(bound / math.sqrt(2)))
-        assert float((x < bound).double().mean()) == pytest.approx(expected, abs=0.005)
-
-
-def test_neighbours_are_independent():
-    """Along both dims, and over a stride of a power of two."""
-    x = whole((1024, 1024))
-    for different in (x.roll(1, 0), x.roll(1, 1), x.roll(256, 1), x.t()):
-        assert abs(float((x * different).mean())) < 0.006
-
-
 def by_hand(seed, name, index):
     """One element, in Python's unbounded integers."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
@@ -105,20 +83,6 @@ def by_hand(seed, name, index):
 def test_against_whole_numbers_of_any_size(seed, name, index):
     """Signed 64-bit arithmetic that wraps around is unsigned arithmetic."""
     assert float(normal(seed, name, (2**55 + 1,), (index,), (1,))) == by_hand(seed, name, index)
-
-
-def test_names_and_seeds_are_streams_of_their_own():
-    """Streams are uncorrelated, however similar the names are."""
-    base = whole((200, 200))
-    for different in (
-        whole((200, 200), seed=2),
-        whole((200, 200), name="v"),
-        whole((200, 200), name="w/exp_avg"),
-    ):
-        assert not torch.equal(base, different)
-        assert abs(float((base * different).mean())) < 0.03
-    assert len({stream_of(seed, f"layer{n}") for seed in range(20) for n in range(50)}) == 1000
-    assert all(0 <= stream_of(1, str(n)) < 2**63 for n in range(100))
 
 
 def test_threads_do_not_matter():
