@@ -19,25 +19,30 @@ exec(compile(open({script!r}).read(), {script!r}, "exec"))
 CHECK = "check", "--nproc-per-node", 1, "--ttrace-no-wandb", "--ttrace-seeds", 1
 
 
-@pytest.mark.parametrize("keep", ["none", "all"])
-def test_what_stays(tmp_path: Path, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports always; tensors as told. ``ttrace clean`` removes all of it."""
-    ttrace(*CHECK, "--ttrace-keep", keep, "--", SCRIPT, *TINY, cwd=tmp_path, code=0)
-    out = tmp_path / "ttrace-out"
+def cleaned(home: Path) -> dict[Path, int]:
+    """The bytes of a check's files of tensors; ``ttrace clean`` removes all of it."""
+    out = home / "ttrace-out"
     assert (out / "report.html").exists()
-    tensors = {path.parent.name for path in out.rglob("*.safetensors")}
-    assert tensors == ({"reference", "candidate"} if keep == "all" else set())
-    [left] = cleaning.find(tmp_path)
+    sizes = {path: path.stat().st_size for path in out.rglob("*.safetensors")}
+    [left] = cleaning.find(home)
     assert cleaning.remove(left)
     assert not out.exists(), list(out.rglob("*"))
+    return sizes
+
+
+def test_reports_stay(tmp_path: Path) -> None:
+    """Always; tensors only if they are to."""
+    ttrace(*CHECK, "--ttrace-keep", "none", "--", SCRIPT, *TINY, cwd=tmp_path, code=0)
+    assert cleaned(tmp_path) == {}
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
     """Refused in one line if a quarter of a trace's room is missing, not if a quarter is left."""
-    ttrace(*CHECK, "--", SCRIPT, *TINY, cwd=tmp_path, code=0)
+    ttrace(*CHECK, "--ttrace-keep", "all", "--", SCRIPT, *TINY, cwd=tmp_path, code=0)
     out, script = tmp_path / "ttrace-out", tmp_path / "train.py"
-    taken = sum(path.stat().st_size for path in out.rglob("*.safetensors"))
-    shutil.rmtree(out)
+    sizes = cleaned(tmp_path)
+    assert {path.parent for path in sizes} == {out / "reference", out / "candidate"}
+    taken = sum(size for path, size in sizes.items() if path.parent.name == "reference")
     script.write_text(FULL.format(free=int(0.75 * taken), script=str(SCRIPT)))
     done = ttrace(*CHECK, "--", script, *TINY, cwd=tmp_path, code=2)
     said = done.stdout + done.stderr
