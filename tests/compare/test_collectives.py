@@ -6,7 +6,7 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.compare.collectives import _OF_A_CALL, merge, rows
@@ -297,7 +297,6 @@ LEDGERS = st.builds(
 )
 
 
-@settings(max_examples=60)
 @given(st.lists(LEDGERS, min_size=1, max_size=3), st.lists(st.integers(0, 9), max_size=4))
 def test_ledgers_that_were_merged_on_their_way(kinds: list[RankLedger], chosen: list[int]) -> None:
     """What ranks have in common, and is one object at the end, is judged as if each had its own."""

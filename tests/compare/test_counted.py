@@ -4,7 +4,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.compare.counted import Judgement, _covered, _stacked, judge
@@ -316,7 +316,6 @@ def box_in(draw, shape):
     return Box(tuple(starts), tuple(sizes), (0,) * len(shape))
 
 
-@settings(max_examples=100)
 @given(st.lists(box_in((3, 4)), max_size=4), st.lists(box_in((3, 4)), max_size=3), st.booleans())
 def test_what_need_not_be_counted(boxes: list[Box], needed: list[Box], same: bool) -> None:
     """The usual cases have the answer that counting has, and so have stacks of ranks' pieces."""

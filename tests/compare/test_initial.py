@@ -6,7 +6,7 @@ from statistics import NormalDist
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mpmath import betainc, mp  # comes with torch
 
@@ -190,7 +190,6 @@ def test_no_units(n, m, size, seed):
     assert scaled == pytest.approx(plain, rel=1e-6, abs=1e-9)
 
 
-@settings(max_examples=50)
 @given(st.integers(0, 999), st.integers(FEW, 400), st.integers(2, 4), st.sampled_from((0.02, 1.0)))
 def test_a_random_stream_per_rank(seed, n, ranks, std):
     """Copies of every size that each rank drew for itself."""

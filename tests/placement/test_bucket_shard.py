@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.placement.coverage import coverage
@@ -27,7 +27,6 @@ shapes = st.lists(
 )
 
 
-@settings(max_examples=60)
 @given(shapes=shapes, size=st.integers(1, 5), factor=st.sampled_from([1, 4]))
 def test_against_megatron_fsdp(shapes, size, factor):
     """Its own index of the bucket, its own slices of every parameter, on every rank."""

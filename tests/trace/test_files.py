@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.report import publish
@@ -59,7 +59,6 @@ def test_a_summary_takes_any_configuration(tmp_path: Path) -> None:
 
 
 @given(name=st.text(st.characters(codec=None), max_size=60), note=st.text(max_size=30))
-@settings(max_examples=60, deadline=None)
 def test_any_name_survives(name: str, note: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Names are kept as they are, line separators and lone surrogates included."""
     folder = tmp_path_factory.mktemp("names")

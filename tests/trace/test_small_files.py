@@ -6,7 +6,7 @@ import time
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.trace import small_files
@@ -74,7 +74,6 @@ def test_aliases_in_moderation(tmp_path):
     assert small_files.yaml(path) == {"a": plain, "b": {"<<": plain}, "c": [plain, plain]}
 
 
-@settings(max_examples=200, deadline=None)
 @given(content=st.one_of(st.binary(max_size=300), st.text("[]{}&*a:-?!|>'\" \n#=.1", max_size=80)))
 def test_any_content(tmp_path_factory, content):
     """A value or an error."""
