@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.cli import main as ttrace
-from tests.assay import blame, bridge, conversions, huggingface, models, plant
+from tests.assay import blame, bridge, conversions, huggingface, models, plant, same
 from tests.assay.checkpoints import campaign as checkpoints
 from tests.assay.faults import campaign as faults
 from tests.assay.faults.fuzz import harness as fuzz
@@ -30,7 +30,7 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (
         *(mutants, faults, fuzz, plant, checkpoints, conversions),
-        *(bridge, huggingface, blame, models),
+        *(bridge, huggingface, blame, models, same),
     ):
         module.add_parser(subparsers)
     return parser

@@ -58,7 +58,7 @@ def test_help():
     """Every command of ``tests.assay`` explains itself."""
     parser = __main__.build_parser()
     (commands,) = (action.choices for action in parser._actions if action.choices)
-    assert len(commands) == 10
+    assert len(commands) == 11
     for command in commands.values():
         assert "exit" in command.format_help() or "example" in command.format_help(), command.prog
 
