@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.cli import command, training
+from megatron_ttrace.cli import command, diff, training
 from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.commands.command_line import Command
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     ends, args.command_words = words[:at], words[at:]
     if len(ends) != 2 or any(end.startswith("-") for end in ends):
         raise TTraceError("give two commits after all options: ttrace bisect GOOD BAD -- COMMAND")
-    command_ = training.command_of(args)
+    command_ = training.read(args)
     if command_.nodes > 1:
         raise TTraceError("the command is for several machines: see ttrace shrink for a small one")
     return _commits(args, command_, *ends)
@@ -151,7 +151,12 @@ def _commits(args: argparse.Namespace, command_: Command, good: str, bad: str) -
     interpreter = apart.interpreter_of(command_)
     settings, theirs = split(command_.arguments)
     command_ = dataclasses.replace(command_, arguments=tuple(theirs))
-    checks = _Checks(checkout, command_, settings, interpreter, args.directory, args.against, quiet)
+    against: str | None = None
+    if args.against is not None:
+        # Once, and as it is in the user's shell: a commit has its own PYTHONPATH.
+        against = str(diff.other_run(args.against, settings, args.directory, say))
+    training.enter(command_)
+    checks = _Checks(checkout, command_, settings, interpreter, args.directory, against, quiet)
 
     def check(number: int) -> Result:
         commit = commits[number]

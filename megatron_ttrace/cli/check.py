@@ -79,7 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the check and show its report."""
-    command_ = training.command_of(args)
+    command_ = training.read(args)
     began = time.time()
     say = command.progress_of(args)
     if args.good is not None and not args.blame:
@@ -97,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
             return diff.against(args, command_, say)
     elif args.known is not None:
         raise TTraceError("--known: only with --against")
+    training.enter(command_)
     reports: list[api.Report] = []
     refused: list[str] = []
     if args.against is not None:

@@ -84,16 +84,25 @@ def against(args: argparse.Namespace, job: Command, say: command.Say) -> int:
     home = settings.directory
     _require_apart(args.against, home, "--ttrace-dir")
     os.environ.setdefault(_CACHE, str((home / "references").resolve()))
-    # What is traced, and how; what this run alone has is not the other's.
-    alike = settings.unlogged(home / "against")
-    alike = dataclasses.replace(alike, reference=None, small=None, bug=None)
-    first = _kept("the other run", args.against, alike, say)
+    first = other_run(args.against, settings, home, say)
     say("this run")
+    training.enter(job)
     # W&B gets the comparison with the other run, not the one with its own reference.
     job = _padded_like(first, dataclasses.replace(job, arguments=tuple(theirs)))
     nproc = args.nproc_per_node
     report = record.kept(job, settings.unlogged(home), say, fork=not args.no_fork, nproc=nproc)
     return _shown(args, first, report.directory, settings)
+
+
+def other_run(run: str, settings: Settings, home: Path, say: command.Say) -> Path:
+    """The trace of the run to compare with; of a command, as it is in the user's shell.
+
+    ``settings`` are those of this run, below whose directory ``home`` it is recorded.
+    """
+    # What is traced, and how; what this run alone has is not the other's.
+    alike = settings.unlogged(home / "against")
+    alike = dataclasses.replace(alike, reference=None, small=None, bug=None)
+    return _kept("the other run", run, alike, say)
 
 
 def with_model(args: argparse.Namespace, job: Command, say: command.Say) -> Iterator[api.Report]:

@@ -54,10 +54,23 @@ def add_arguments(parser: argparse.ArgumentParser, words: str = "-- COMMAND") ->
 
 
 def command_of(args: argparse.Namespace) -> Command:
-    """The training command of a command line; this process has the variables that it sets.
+    """As of :func:`read`; this process has the variables that the command sets."""
+    command_ = read(args)
+    enter(command_)
+    return command_
 
-    They decide which Megatron is imported here, for all ranks, and how. Raises ``TTraceError`` when
-    there is no command, or more than one.
+
+def enter(command_: Command) -> None:
+    """Set a command's variables: they decide which Megatron is imported here, and how."""
+    for name in command_.unset:
+        os.environ.pop(name, None)
+    os.environ.update(command_.environment)
+
+
+def read(args: argparse.Namespace) -> Command:
+    """The training command of a command line.
+
+    Raises ``TTraceError`` when there is no command, or more than one.
     """
     words: list[str] = args.command_words
     words = words[1:] if words[:1] == ["--"] else words
@@ -66,13 +79,8 @@ def command_of(args: argparse.Namespace) -> Command:
             raise TTraceError("--recipe FILE and a command: give one of them")
         from megatron_ttrace.jobs.commands import recipe_file
 
-        command_ = recipe_file.read(args.recipe)
-    else:
-        command_ = parsed(words, args.command, getattr(args, "nproc_per_node", None))
-    for name in command_.unset:
-        os.environ.pop(name, None)
-    os.environ.update(command_.environment)
-    return command_
+        return recipe_file.read(args.recipe)
+    return parsed(words, args.command, getattr(args, "nproc_per_node", None))
 
 
 def parsed(words: list[str], user: str, nproc: int | None = None) -> Command:

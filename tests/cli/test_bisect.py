@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace bisect``: what is searched, with a checker that only looks for a mark in a file."""
 
+import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.cli import bisect
+from megatron_ttrace.cli import bisect, record
 from megatron_ttrace.cli.main import main
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.processes.worktrees import Hunk
@@ -58,11 +60,13 @@ def checked(tmp_path, monkeypatch, blaming):
         at = words.index("--")
         # As the command reads them: flags behind the script override others.
         settings, _ = split(words[at + 2 :], split(words[:at])[0])
+        stand_in.against.update(b for a, b in itertools.pairwise(words) if a == "--against")
         report = api.diff(right, right if is_right else wrong, output=settings.directory)
         return int(report.verdict.exit_code), ""
 
     stand_in.broken = set()
     stand_in.asked = asked
+    stand_in.against = set()
     monkeypatch.setattr(apart, "ttrace", stand_in)
     return stand_in
 
@@ -97,6 +101,21 @@ def test_the_hunks_of_the_commit(history, checked, blaming, capsys):
     assert good == f"{commit}^1"
     assert (script.name, script.parent.name) == ("pretrain.py", commit[:12])
     assert trial.arguments == tuple(JOB)
+
+
+def test_against_a_command(history, checked, monkeypatch):
+    """It is recorded once, in the user's environment, of which commits have a part of their own."""
+    recorded = []
+
+    def record_apart(text, job, settings, *, quiet):
+        recorded.append((settings.directory, os.environ.get("TTRACE_TESTED")))
+
+    monkeypatch.setattr(record, "run_apart", record_apart)
+    monkeypatch.delenv("TTRACE_TESTED", raising=False)
+    words = ["bisect", "--quiet", "--against", "python x.py --num-layers 2", "HEAD~9", "HEAD", "--"]
+    assert main([*words, "TTRACE_TESTED=1", "python", str(history / "pretrain.py"), *JOB]) == 0
+    assert recorded == [(Path("ttrace-bisect/against"), None)]
+    assert checked.against == {"ttrace-bisect/against"}
 
 
 def test_commits_that_cannot_be_checked(history, checked, capsys):

@@ -2,6 +2,7 @@
 """``ttrace diff`` and ``ttrace check --against``: what they are given, and what they answer."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -76,15 +77,18 @@ def test_commands_are_recorded(place, monkeypatch):
 
 
 def test_against_a_command(place, monkeypatch, capsys):
-    """It is recorded first, with the same iterations, but not with the bug of this run."""
+    """It is recorded first, with the same iterations, without the bug and variables of this run."""
     asked = []
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
 
     def stand_in(text, job, settings, *, quiet=False):
+        assert os.environ["NVTE_FUSED_ATTN"] == "1"
         asked.append(settings)
         kept.run(settings.directory, kept.tensors())
 
     def own(job, settings, say, *, fork, nproc):
         assert (settings.wandb_online, settings.wandb, settings.bug) == (False, False, "01")
+        assert os.environ["NVTE_FUSED_ATTN"] == "0"
         assert not [word for word in job.arguments if word.startswith("--ttrace")]
         kept.run(Path("ttrace-out"), kept.tensors(1), ranks=4)
         summary = Summary(Result.EQUIVALENT, {}, (), {}, {}, {}, ())
@@ -93,7 +97,8 @@ def test_against_a_command(place, monkeypatch, capsys):
     monkeypatch.setattr(record, "run_apart", stand_in)
     monkeypatch.setattr(record, "kept", own)
     Path("x.py").touch()
-    words = ["check", "--against", f"torchrun {JOB}", "--quiet", "--", "x.py", "--num-layers", "2"]
+    job = "NVTE_FUSED_ATTN=0 python x.py --num-layers 2"
+    words = ["check", "--against", f"torchrun {JOB}", "--quiet", "--", *job.split()]
     more = ["--ttrace-bug", "01", "--ttrace-iterations", "1-2", "--ttrace-wandb"]
     more += ["--ttrace-memory-mb", "64", "--ttrace-isolate"]
     sent = []
