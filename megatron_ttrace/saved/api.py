@@ -164,6 +164,7 @@ def compare(
         TTraceError: when a trace is missing, damaged or of the other role, or when the report
             cannot be written.
     """
+    from megatron_ttrace.saved import difference
     from megatron_ttrace.trace.store import TraceReader
 
     Settings(allow_unchecked=allow_unchecked).require_valid()
@@ -174,6 +175,10 @@ def compare(
             raise TTraceError(f"{trace.directory} is not a {role} trace: give REFERENCE CANDIDATE")
     if not tested.candidate.complete:
         raise TTraceError(f"{ours} holds failed tensors only: trace with --ttrace-save-candidate")
+    difference.require_alike(
+        difference.Side(directory=theirs, candidate=None, reference=trusted),
+        difference.Side(directory=ours, candidate=tested, reference=None),
+    )
     folder = Path(output if output is not None else os.path.normpath(ours / os.pardir))
     _require_no_trace(folder)
     return _compared(

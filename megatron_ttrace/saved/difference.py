@@ -78,6 +78,13 @@ class Side:
         """Of megatron-core; empty if unknown."""
         return str((_identity(self).get("versions") or {}).get("megatron-core", ""))
 
+    def asked(self, field: str) -> Any:
+        """How the run was traced; of a reference alone what it was made for, if it is known."""
+        if self.candidate:
+            return getattr(self.config, field)
+        value = (_identity(self).get("ttrace") or {}).get(field)
+        return tuple(value) if isinstance(value, list) else value
+
     @property
     def config(self) -> RunConfig:
         """Of the candidate; all defaults without one."""
@@ -163,16 +170,15 @@ def in_order(first: Side, second: Side) -> tuple[Side, Side]:
             f"{names}: neither has a reference that was replayed, so there are no tolerances: keep "
             "one of the runs with ttrace record -- COMMAND"
         )
-    for subject, field in (("iterations traced", "iterations"), ("start values", "init")):
-        values = [getattr(side.config, field) for side in (first, second) if side.candidate]
-        if len(set(values)) > 1:
-            raise TTraceError(f"{names} differ in {subject}: {values[0]} and {values[1]}")
-    counts = [side.reference.reference.microbatches for side in (first, second) if side.reference]
-    if len(set(counts)) > 1:
-        raise TTraceError(
-            f"{names} train on different batches ({counts[0]} and {counts[1]} microbatches a step):"
-            " give both the same --global-batch-size and --micro-batch-size"
-        )
+    require_alike(first, second)
+    batches = [_batches(side) for side in (first, second) if side.reference]
+    for subject in batches[0]:
+        if len(values := {sizes[subject] for sizes in batches if subject in sizes}) > 1:
+            raise TTraceError(
+                f"{names} train on different batches ({' and '.join(map(str, sorted(values)))} "
+                f"{subject}): give both the same --global-batch-size, --micro-batch-size and "
+                "--seq-length"
+            )
     if any(side.config.isolate for side in (first, second)):
         sides = (first, second)
         prints = {side.reference.reference.fingerprint for side in sides if side.reference}
@@ -183,6 +189,29 @@ def in_order(first: Side, second: Side) -> tuple[Side, Side]:
                 "share a reference"
             )
     return first, second
+
+
+def require_alike(first: Side, second: Side) -> None:
+    """Raise ``TTraceError`` for runs that traced other steps, or from other start values."""
+    for subject, field in (("iterations traced", "iterations"), ("start values", "init")):
+        values = [side.asked(field) for side in (first, second)]
+        if None not in values and values[0] != values[1]:
+            raise TTraceError(
+                f"{first.directory} and {second.directory} differ in {subject}: {values[0]} and "
+                f"{values[1]}"
+            )
+
+
+def _batches(side: Side) -> dict[str, int]:
+    """The sizes of a reference's batches that are known."""
+    arguments = _identity(side).get("arguments") or {}
+    assert side.reference is not None, "a side with a reference"
+    sizes = {
+        "microbatches a step": side.reference.reference.microbatches,
+        "samples a microbatch": arguments.get("micro_batch_size"),
+        "tokens a sample": arguments.get("seq_length"),
+    }
+    return {subject: size for subject, size in sizes.items() if isinstance(size, int)}
 
 
 def write(first: Side, second: Side, directory: Path) -> dict[TraceKey, Reason]:

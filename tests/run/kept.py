@@ -35,6 +35,7 @@ def run(
     moved: float = 1e-6,
     version: str = "0.19.2",
     microbatches: int = 1,
+    samples: int = 2,
     **config: object,
 ) -> Path:
     """A run of tensor-parallel ranks, which hold the rows of each tensor, and its reference.
@@ -59,10 +60,14 @@ def run(
     sizes = {key: (data.numel(), float(data.norm())) for key, data in trusted.items()}
     moves = {key: Moved(*size, (moved,)) for key, size in sizes.items()}
     write_moves(home / "reference", moves)
-    arguments = {"make_vocab_size_divisible_by": 256}
+    arguments = {"make_vocab_size_divisible_by": 256, "micro_batch_size": samples}
     of_reference = ReferenceMeta(
         fingerprint=home.name,
-        identity={"versions": {"megatron-core": version}, "arguments": arguments},
+        identity={
+            "versions": {"megatron-core": version},
+            "arguments": arguments,
+            "ttrace": {"iterations": [1], "init": config.get("init", "")},
+        },
         microbatches=microbatches,
         epsilon=2.0**-23,
     )

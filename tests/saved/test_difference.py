@@ -78,6 +78,16 @@ def test_a_trace_without_its_reference(tmp_path, a):
         api.diff(a, b, output=tmp_path / "out")
 
 
+def test_a_reference_with_other_start_values(tmp_path):
+    """It has no candidate that says so; nothing can be concluded from the comparison."""
+    runs = [kept.run(tmp_path / init, kept.tensors(), init=init) for init in ("reveal", "megatron")]
+    for compare in (api.compare, api.diff):
+        with pytest.raises(TTraceError, match="differ in start values: reveal and megatron"):
+            compare(runs[0] / "reference", runs[1] / "candidate", output=tmp_path / "out")
+        same = compare(runs[0] / "reference", runs[0] / "candidate", output=tmp_path / "out")
+        assert same.is_equivalent
+
+
 def test_what_one_run_lacks_is_named(tmp_path, a):
     """A kind, or a name, that only one has is unchecked; a single tensor is a failure."""
     more = kept.tensors()
@@ -135,7 +145,8 @@ def test_other_parameters(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"microbatches": 2}, "train on different batches"),
+        ({"microbatches": 2}, r"train on different batches \(1 and 2 microbatches a step\)"),
+        ({"samples": 4}, r"train on different batches \(2 and 4 samples a microbatch\)"),
         ({"init": "megatron"}, "differ in start values"),
         ({"isolate": True}, "share a reference"),
     ],
