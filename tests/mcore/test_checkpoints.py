@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What checkpoints hold: safetensors, and what Megatron and torch save and load."""
 
+import json
 import pickle
 from pathlib import Path
 
@@ -48,6 +49,20 @@ def test_prefixes_of_wrappers(tmp_path: Path) -> None:
         {"model.module.decoder.a": torch.ones(2), "b": torch.zeros(1)}, tmp_path / "m.safetensors"
     )
     assert set(stored.open_checkpoint(tmp_path).tensors) == {weight("decoder.a"), weight("b")}
+
+
+def test_files_of_an_earlier_export(tmp_path: Path) -> None:
+    """The index says which files are the model's."""
+    for value, shards in ((2.0, 2), (3.0, 3)):
+        for number, name in enumerate("ab", 1):
+            file = f"model-{number:05d}-of-{shards:05d}.safetensors"
+            save_file({name: torch.full((2,), value)}, tmp_path / file)
+    where = {
+        name: f"model-{number:05d}-of-00002.safetensors" for number, name in enumerate("ab", 1)
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    tensors = stored.open_checkpoint(tmp_path).tensors
+    assert [int(tensors[weight(name)].read()[0]) for name in "ab"] == [2, 2]
 
 
 def test_a_layer_of_a_stack(tmp_path: Path) -> None:

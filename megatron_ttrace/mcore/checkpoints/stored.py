@@ -41,7 +41,7 @@ from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.checkpoints import numbers
 from megatron_ttrace.mcore.checkpoints.loading import NAME, TRACKER
 from megatron_ttrace.mcore.optimizer import MOMENTS
-from megatron_ttrace.trace import small_files
+from megatron_ttrace.trace import codec, small_files
 from megatron_ttrace.trace.errors import TTraceError, reported
 from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.states import Item, State
@@ -49,6 +49,7 @@ from megatron_ttrace.trace.states import Item, State
 _DESCRIPTION = ".metadata"
 _MARK = "metadata.json"
 """Megatron's own, beside PyTorch's description, in ``torch_dist`` only."""
+_INDEX, _ALONE = "model.safetensors.index.json", "model.safetensors"
 _PREFIX = re.compile(r"^(?:model\d*\.)?(?:module\.)*")
 _CHAINED = re.compile(r"^chained_\d+\.")
 _STATE = re.compile(r"optimizer\.state\.(?P<slot>[^.]+)\.(?P<name>.+)")
@@ -208,9 +209,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     home = _of_iteration(folder)
     if (home / _DESCRIPTION).is_file():
         checkpoint = _distributed(home)
-    elif files := sorted(home.glob("*.safetensors")):
+    elif next(home.glob("*.safetensors"), None) is not None:
         weights = {
-            Item(State.WEIGHT, _PREFIX.sub("", name)): stored for name, stored in safetensors(files)
+            Item(State.WEIGHT, _PREFIX.sub("", name)): stored
+            for name, stored in safetensors_of(home).items()
         }
         checkpoint = Checkpoint(Format.SAFETENSORS, weights)
     elif iterations := sorted(path.name for path in home.glob("iter_*") if path.is_dir()):
@@ -432,12 +434,35 @@ def _load(
     return part.target[tuple(slice(None) if isinstance(i, slice) else 0 for i in index)]
 
 
-def safetensors(files: Iterable[Path]) -> Iterator[tuple[str, Stored]]:
-    """The tensors of files, by the names they have there.
+def safetensors_of(folder: Path) -> dict[str, Stored]:
+    """The tensors of a model's files, by the names they have there.
+
+    Other safetensors beside them have other formats (``consolidated.safetensors``), or are left
+    from an earlier export.
 
     Raises:
         TTraceError: when a file is missing or damaged.
     """
+    names = _named(folder / _INDEX) if (folder / _INDEX).is_file() else {}
+    alone = folder / _ALONE
+    files = [alone] if alone.is_file() else sorted(folder.glob("*.safetensors"))
+    tensors = dict(_safetensors([folder / name for name in sorted(set(names.values()))] or files))
+    if absent := names.keys() - tensors.keys():
+        raise TTraceError(f"{folder}: {min(absent)} is in {_INDEX}, but in no file")
+    return tensors
+
+
+def _named(index: Path) -> dict[str, str]:
+    """The name of its file for each tensor."""
+    damage = OSError, ValueError, KeyError, TypeError, AttributeError
+    with reported(f"{index} is damaged", *damage):
+        names = codec.parse(codec.read(index))["weight_map"]
+        if not all(Path(name).name == name for name in names.values()):
+            raise ValueError("a file in another directory")
+    return dict(names)
+
+
+def _safetensors(files: Iterable[Path]) -> Iterator[tuple[str, Stored]]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:

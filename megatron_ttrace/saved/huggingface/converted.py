@@ -17,7 +17,7 @@ from megatron_ttrace.mcore.checkpoints.stored import (
     Format,
     Stored,
     open_checkpoint,
-    safetensors,
+    safetensors_of,
     with_blocks_stacked,
 )
 from megatron_ttrace.saved import checkpoints
@@ -27,16 +27,15 @@ from megatron_ttrace.saved.huggingface.causes import Cause, Diagnosis
 from megatron_ttrace.saved.huggingface.families import HEAD, Order, Part
 from megatron_ttrace.saved.huggingface.modules import layer_of
 from megatron_ttrace.saved.huggingface.weights import Pair, Table
-from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.errors import TTraceError, reported
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.states import Item, State
 from megatron_ttrace.trace.views import same_bits
 
 _DERIVED = "rotary_emb.inv_freq"
 """Buffers that follow from the config; old files have them."""
-_LATER = "mtp."
-"""Layers for multi-token prediction, in files after the others or by this name."""
-_CONFIG, _INDEX, _ALONE = "config.json", "model.safetensors.index.json", "model.safetensors"
+_LATER, _PREDICTED = "mtp.", "num_nextn_predict_layers"
+"""Layers for multi-token prediction: by this name, or so many in files after the others."""
+_CONFIG = "config.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,25 +61,7 @@ def open_files(folder: Path) -> Files:
     """
     config = families.read_config(folder / _CONFIG)
     family = families.family_of(config, weights_only=True)
-    # Other safetensors beside the model's have other formats (consolidated.safetensors).
-    names = _named(folder / _INDEX) if (folder / _INDEX).is_file() else {}
-    alone = (
-        [folder / _ALONE] if (folder / _ALONE).is_file() else sorted(folder.glob("*.safetensors"))
-    )
-    tensors = dict(safetensors([folder / name for name in sorted(set(names.values()))] or alone))
-    if absent := names.keys() - tensors.keys():
-        raise TTraceError(f"{folder}: {min(absent)} is in {_INDEX}, but in no file")
-    return Files(folder, config, family, tensors)
-
-
-def _named(index: Path) -> dict[str, str]:
-    """The name of its file for each tensor."""
-    damage = OSError, ValueError, KeyError, TypeError, AttributeError
-    with reported(f"{index} is damaged", *damage):
-        names = codec.parse(codec.read(index))["weight_map"]
-        if not all(Path(name).name == name for name in names.values()):
-            raise ValueError("a file in another directory")
-    return dict(names)
+    return Files(folder, config, family, safetensors_of(folder))
 
 
 def compare_any(a: Path, b: Path, *, weights_only: bool = False) -> Comparison:
@@ -274,10 +255,11 @@ class _Conversion:
                 self._notices.append(f"config.json asks for {', '.join(names)}, which neither has")
         pairs = (*self._table.pairs, *self._table.missing)
         compared = {part.name for pair in pairs for part in pair.parts}
+        layers, predicted = self._table.sizes.layers, self._hf.config.get(_PREDICTED) or 0
         later = 0
         for name in sorted(self._hf.tensors.keys() - compared):
             number = layer_of(name)
-            is_later = number is not None and number >= self._table.sizes.layers
+            is_later = number is not None and layers <= number < layers + predicted
             if is_later or name.startswith(_LATER):
                 later += 1
             elif name.endswith(_DERIVED) or (name == HEAD.hf[0][0].name and self._table.sizes.tied):

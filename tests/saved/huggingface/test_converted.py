@@ -228,6 +228,19 @@ def test_what_is_not_compared(tmp_path: Path) -> None:
     assert compared.tensors[-1].name == "multi-token prediction"
 
 
+def test_layers_that_the_config_does_not_count(tmp_path: Path) -> None:
+    """Those of the model, unless it predicts several tokens."""
+    config = made.CONFIGS["llama"]
+    state = made.files(config)
+    ours = made.converted(config, state)
+    state["model.layers.7.input_layernorm.weight"] = torch.ones(16)
+    compared = converted.compare(saved(tmp_path, config, state), held(ours))
+    assert compared.tensors[-1].same is Same.ONLY_A
+    predicting = {**config, "num_nextn_predict_layers": 6}
+    compared = converted.compare(saved(tmp_path, predicting, state), held(ours))
+    assert compared.code is ExitCode.COULD_NOT_CHECK
+
+
 @pytest.mark.parametrize("pad", [torch.zeros(2, 16), None], ids=["zeros", "repeated"])
 def test_padding(pad: torch.Tensor | None, tmp_path: Path) -> None:
     """Zeros and the last row again are what converters append."""
