@@ -31,6 +31,13 @@ def apply(args: Any, settings: Settings) -> None:
 
     Raises ``TTraceError`` when the overrides file is unreadable.
     """
+    if getattr(args, "use_checkpoint_args", False):
+        # Megatron would ask for a checkpoint, which a reference does not load.
+        from megatron.training.checkpointing import load_args_from_checkpoint
+
+        for option in ("pretrained_checkpoint", "load"):
+            load_args_from_checkpoint(args, load_arg=option)
+        args.use_checkpoint_args = False
     overrides = {} if settings.overrides is None else read_overrides(settings.overrides)
     chosen = explicit(settings.reference_args)
     for name, value in {**decisions.derive(args), **overrides}.items():

@@ -38,6 +38,8 @@ _STARTING = ("load", "ckpt_step", "pretrained_checkpoint", "finetune", "moe_use_
 _FROM_CHECKPOINT = "use_checkpoint_opt_param_scheduler"
 _FROM_JOB = "--override-opt_param-scheduler"
 """Options that say whose schedules a job follows that starts from a checkpoint."""
+_LAYOUT = "use_mp_args_from_checkpoint_args"
+"""Option with which Megatron takes the layout of what it loads."""
 _NPROC = "--nproc-per-node"
 
 
@@ -83,6 +85,9 @@ def plan(
     has the flags of other layouts, each as one text. Raises ``TTraceError`` if they are not flags.
     """
     flags = CommandFlags.parse(arguments)
+    if into and flags.has(_LAYOUT):
+        option = _LAYOUT.replace("_", "-")
+        raise TTraceError(f"--{option}: the checkpoint has the layout: omit that, or --into")
     notices = []
     if unused := [flag.name for flag in flags.flags if flag.option in (*_SAVING, *SILENT)]:
         notices.append(f"not used: {', '.join(unused)} (this command saves in {folder})")

@@ -70,6 +70,22 @@ def test_the_layout_goes_the_model_stays(tmp_path):
     assert not hasattr(args, "use_torch_fsdp2")
 
 
+def test_arguments_in_a_checkpoint(monkeypatch):
+    """A reference takes them as its candidate does, and loads nothing."""
+
+    def load_args_from_checkpoint(args, load_arg):
+        if getattr(args, load_arg):
+            args.num_layers, args.tensor_model_parallel_size = 3, 4
+
+    module = types.SimpleNamespace(load_args_from_checkpoint=load_args_from_checkpoint)
+    monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", module)
+    args = candidate(use_checkpoint_args=True, load="there", pretrained_checkpoint=None)
+    apply(args, SETTINGS)
+    assert (args.num_layers, args.tensor_model_parallel_size) == (3, 1)
+    assert not args.use_checkpoint_args
+    assert not args.load
+
+
 @pytest.mark.parametrize("bf16", [True, False])
 @pytest.mark.parametrize("fsdp2", [True, False])
 def test_gradients_are_reduced_in_the_same_precision(fsdp2, bf16):

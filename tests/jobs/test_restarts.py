@@ -78,6 +78,14 @@ def test_other_layouts(nproc: str) -> None:
     assert run.arguments[-4:] == ("--tensor-model-parallel-size", "1", *padding)
 
 
+def test_the_layout_of_the_checkpoint() -> None:
+    """With it Megatron would not restart in another layout."""
+    flag = "--use-mp-args-from-checkpoint-args"
+    assert flag in made(flag).restarted.arguments
+    with pytest.raises(TTraceError, match=f"{flag}: the checkpoint has the layout"):
+        made(flag, into=("--pipeline-model-parallel-size 2",))
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_on_one_device(nproc: int) -> None:
     """All sizes of the job's layout are one; a job on one device has no other."""
