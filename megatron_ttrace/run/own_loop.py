@@ -136,7 +136,7 @@ def _is_checked() -> bool:
 def _read(home: Path, batches: Sequence[Microbatch]) -> list[Microbatch]:
     """All microbatches of the candidate, in the order of the global batch.
 
-    Values that are not tensors are those of this process's first microbatch.
+    Values that are neither tensors nor numbers are those of this process's first microbatch.
     """
     import torch
 
@@ -151,5 +151,7 @@ def _read(home: Path, batches: Sequence[Microbatch]) -> list[Microbatch]:
         for entry in entries:
             number = entry.key.microbatch * len(ranks) + rank
             batch = microbatches.setdefault(number, dict(constants))
-            batch[entry.key.name] = reader.tensor(entry).clone().to(device)
+            value, name = reader.tensor(entry), entry.key.name
+            is_number = isinstance(constants.get(name), int | float)
+            batch[name] = value.item() if is_number else value.clone().to(device)
     return [microbatches[number] for number in sorted(microbatches)]

@@ -11,7 +11,8 @@ import megatron_ttrace
 from megatron_ttrace.mcore.fronts import own
 from megatron_ttrace.run import own_loop
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.records import Kind, Result
+from megatron_ttrace.trace.records import Kind, Result, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceWriter, seal
 from tests.integration.jobs import ROOT, python
 
 HOME = ROOT / "tests" / "own_loop"
@@ -42,6 +43,7 @@ def test_rows_and_length_of_a_microbatch():
         "name.values": "text",
         "mask": torch.ones(4, 4, dtype=torch.bool),
         "weights": torch.ones(3, 3),
+        "number": torch.ones(2, 1, dtype=torch.int64),
         "tokens": torch.ones(2, 4, dtype=torch.int64),
     }
     assert own._shape([batch]) == (2, 4)
@@ -83,6 +85,27 @@ def test_samples_of_different_lengths() -> None:
     again = own.nested(plain)
     assert list(again) == ["tokens", "scale", "name"]
     assert [row.tolist() for row in again["tokens"].unbind()] == [[0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+def test_numbers_of_microbatches(tmp_path: Path) -> None:
+    """The reference gets those of each; its own process may have others."""
+    batches = [
+        {"tokens": torch.ones(1, 2), "count": n, "share": n / 3, "last": n == 1} for n in (0, 1)
+    ]
+    writer = TraceWriter(tmp_path, 0)
+    for number, batch in enumerate(batches):
+        for name, value in {
+            **batch,
+            **own.numbers_of({**batch, "text": "a", "big": 1 << 70}),
+        }.items():
+            writer.add(Entry.of(TraceKey(1, number, Kind.TOKENS, name), value), value)
+    writer.close()
+    seal(tmp_path, {"role": "batches"})
+    others = {"tokens": torch.ones(1, 2), "count": 7, "share": 7.0, "last": False, "text": "b"}
+    read = own_loop._read(tmp_path, [others])
+    assert [{**batch, "tokens": 0} for batch in read] == [
+        {**batch, "tokens": 0, "text": "b"} for batch in batches
+    ]
 
 
 def test_names_that_only_look_nested() -> None:

@@ -8,6 +8,7 @@ have, and what the microbatches show.
 from __future__ import annotations
 
 import hashlib
+import math
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -98,7 +99,7 @@ class OwnLoop(Front):
         writer = TraceWriter(home, mpu.get_data_parallel_rank())
         marks = hashlib.sha256()
         for number, batch in enumerate(self._batches):
-            for name, value in batch.items():
+            for name, value in {**batch, **numbers_of(batch)}.items():
                 if torch.is_tensor(value):
                     marks.update(f"{name}/{checksum(value)};".encode())
                     key = TraceKey(1, number, Kind.TOKENS, name)
@@ -158,6 +159,15 @@ def flat(batch: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+def numbers_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The numbers in a microbatch, such as of tokens that its loss counts, as tensors."""
+    return {
+        name: torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        for name, value in batch.items()
+        if isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
+    }
+
+
 def nested(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The microbatch that :func:`flat` made plain."""
     original: dict[str, Any] = {}
@@ -176,18 +186,21 @@ def _is_ragged(value: torch.Tensor) -> bool:
 
 
 def _shape(batches: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """Rows and length of a microbatch: of its first tensor with two dims of integers.
+    """Rows and length of a microbatch: of its first largest tensor with two dims of integers.
 
     Samples of different lengths are a row: a model packs them.
     """
+    shapes: list[tuple[int, int]] = []
     for name, value in batches[0].items() if batches else ():
         is_number = torch.is_tensor(value) and value.dtype != torch.bool  # that is a mask
         if not is_number or value.is_floating_point():
             continue
         if name.endswith(_VALUES):
-            return 1, int(value.shape[0])
-        if value.dim() == 2:
-            return int(value.shape[0]), int(value.shape[1])
+            shapes.append((1, int(value.shape[0])))
+        elif value.dim() == 2:
+            shapes.append((int(value.shape[0]), int(value.shape[1])))
+    if shapes:
+        return max(shapes, key=math.prod)
     raise TTraceError(
         "megatron_ttrace.step: give batches=[...], a dictionary for each microbatch, with tokens "
         "[samples, sequence]"
