@@ -42,9 +42,9 @@ def stacked_parameters(names: Names) -> dict[str, Shares]:
     """Parameters of one model chunk that stack blocks in dim 0."""
     by_id = {id(p): sizes for module in names.modules.values() for p, sizes in _in(module)}
     stacked = {
-        name: _shares(by_id[id(raw(parameter))])
+        name: _shares(sizes)
         for name, parameter in names.parameters.items()
-        if id(raw(parameter)) in by_id
+        if (sizes := by_id.get(id(raw(parameter))) or _by_stride(name, raw(parameter)))
     }
     for name, shares in [*stacked.items()]:
         layer, wrapped, leaf = name.rpartition(_WRAPPED)
@@ -52,6 +52,15 @@ def stacked_parameters(names: Names) -> dict[str, Shares]:
             of_adapter = (f"{layer}{added}" for added in _ADDED)
             stacked |= {added: shares for added in of_adapter if added in names.parameters}
     return stacked
+
+
+def _by_stride(name: str, parameter: torch.nn.Parameter) -> Sequence[int]:
+    """The blocks of a fork's layer, by Megatron's mark.
+
+    Megatron's own gated layers have it even if gate and up projection alternate.
+    """
+    blocks = 1 if GATED in name else int(getattr(parameter, "partition_stride", 1))
+    return (1,) * blocks if blocks > 1 else ()
 
 
 def stacked_outputs(chunks: Iterable[Names]) -> dict[str, Shares]:

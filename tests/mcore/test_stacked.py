@@ -56,6 +56,16 @@ def test_parameters():
     }
 
 
+def test_strides():
+    """A fork's gated layer has Megatron's mark; Megatron's own is known better."""
+    model = torch.nn.Module()
+    for name in ("gate_up", "linear_fc1", "down"):
+        layer = torch.nn.Linear(4, 8)
+        layer.weight.partition_stride = 1 if name == "down" else 2
+        model.add_module(name, layer)
+    assert stacked_parameters(canonical_names(model)) == {"gate_up.weight": 2}
+
+
 def test_outputs():
     """Of the projections; a convolution's parameters are used by the layer that holds them."""
     shares = stacked_outputs([names()])
