@@ -72,6 +72,12 @@ def without_options(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager
     )
 
 
+def without_dumps(args: MegatronArguments) -> AbstractContextManager[None]:
+    """Write nothing that a step of Megatron's writes: some files only grow."""
+    dumped = ("activations", "dgrads", "params", "tokens_per_expert", "wgrads")
+    return replaced((args, f"save_{what}_interval", None) for what in dumped)
+
+
 def clipped(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
     """Let ``--qk-clip`` and ``--activation-func-clamp-value`` act.
 

@@ -414,6 +414,7 @@ class Rehearsal:
         off = quiet.Off() if cpu.active() else 0.0
         kept.enter_context(quiet.without_dropout(self.model.chunks, off))
         kept.enter_context(quiet.without_options(self.model.chunks))
+        kept.enter_context(quiet.without_dumps(self._args))
         if self._settings.init == "reveal":
             kept.enter_context(losses.revealed(self._args, self.model.chunks))
             if self.start is None:

@@ -70,6 +70,11 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "--cuda-graph-impl: modules in a CUDA graph run without hooks; check the same job with "
             "--cuda-graph-impl none"
         )
+    if has("logits_load_dir") or has("logits_save_dir"):
+        raise TTraceError(
+            "--logits-load-dir, --logits-save-dir: they count the microbatches of an iteration, "
+            "which a check repeats: check the job without them"
+        )
     if has("use_megatron_fsdp") and loading.directory_of(args) is not None:
         raise TTraceError(
             "--use-megatron-fsdp with --load: a reference cannot get the loaded state"

@@ -39,3 +39,12 @@ def test_a_trace_of_routers_has_no_step_of_a_rehearsal(monkeypatch: pytest.Monke
         tracer.steps += 1
         assert tracer.steps < tracer.max_steps
     assert vars(tracer) == before
+
+
+def test_a_rehearsal_dumps_nothing() -> None:
+    """What Megatron would write in a step; a release may lack some of the options."""
+    args = types.SimpleNamespace(save_tokens_per_expert_interval=1, save_interval=2)
+    before = dict(vars(args))
+    with quiet.without_dumps(args):
+        assert vars(args) == before | {"save_tokens_per_expert_interval": None}
+    assert vars(args) == before

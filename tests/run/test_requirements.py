@@ -47,6 +47,7 @@ REFUSED = [
         {},
         "--use-torch-fsdp2 with --init-model-with-meta-device",
     ),
+    ({"logits_load_dir": "there"}, {}, "--logits-load-dir"),
     ({"use_megatron_fsdp": True, "load": "there"}, {}, "--use-megatron-fsdp with --load"),
     (
         {"overlap_moe_expert_parallel_comm": True, "hybrid_layer_pattern": "M*E"},
