@@ -26,7 +26,7 @@ from megatron_ttrace.placement.plan import (
 from megatron_ttrace.placement.token_index import TokenIndex, ends_of, token_positions
 from megatron_ttrace.trace.captured import Partials
 from megatron_ttrace.trace.modules import module_of
-from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.records import ROOT, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 REDUCED_OVER = "tp"
@@ -63,10 +63,6 @@ class RankLayout:
     partials: Partials = dataclasses.field(default_factory=dict)
     bounds: tuple[str, ...] = ()
 
-    def tokens(self, ends: tuple[int, ...]) -> int:
-        """The logical length of the sequence dim, in which packed sequences end at ``ends``."""
-        return ends[-1] if ends else self.seq_length
-
 
 class _Planned(NamedTuple):
     steps: Placements
@@ -86,10 +82,12 @@ class Placer:
         key: TraceKey,
         local: tuple[int, ...],
         whole: tuple[int, ...],
+        length: int = 0,
         ends: tuple[int, ...] = (),
     ) -> Match:
         """The place of an activation of shape ``local``, or of its gradient.
 
+        ``length`` is that of the sequence dim, where samples may have another one than the job's,
         ``ends`` are those of packed sequences that are divided one by one.
 
         Raises:
@@ -101,12 +99,12 @@ class Placer:
         def infer() -> Placements:
             if heads:
                 return infer_head_rows(local, whole, heads, layout.mesh)
-            length = layout.tokens(ends)
+            tokens = length or layout.seq_length
             return infer_activation(
-                local, whole, layout.mesh, seq_length=length, blocks=blocks, ends=ends
+                local, whole, layout.mesh, seq_length=tokens, blocks=blocks, ends=ends
             )
 
-        planned = self._plan((local, whole, blocks, heads, ends), infer, whole)
+        planned = self._plan((local, whole, blocks, heads, length, ends), infer, whole)
         axis = layout.partials.get((key.kind, module, key.index), "")
         ranks = copies(planned.steps, axis, layout.mesh) if axis else 1
         partial_over = axis if ranks > 1 else ""
@@ -170,7 +168,7 @@ class Planner(Placer):
         )
         self._reference = reference
         self._iteration = iteration
-        self._ends_of = functools.cache(self._read_ends)
+        self._samples_of = functools.cache(self._read_samples)
 
     def plan(
         self,
@@ -197,7 +195,7 @@ class Planner(Placer):
                         f"the whole tensor is {known[0]}, in the reference {whole}"
                     )
                 return [self.placed(key, *known)]
-            return [self.place(key, local, whole, self._ends_of(key.microbatch))]
+            return [self.place(key, local, whole, *self._samples_of(key.microbatch))]
         except ValueError as error:
             return [Measured.misfit(key, local if known is None else known[0], str(error))]
 
@@ -216,20 +214,27 @@ class Planner(Placer):
     def activation(self, key: TraceKey, local: tuple[int, ...]) -> Match:
         """The place of an activation that the reference has. Raises as :meth:`place` does."""
         whole = self._reference.entry(key).shape
-        return self.place(key, local, whole, self._ends_of(key.microbatch))
+        return self.place(key, local, whole, *self._samples_of(key.microbatch))
 
-    def _read_ends(self, microbatch: int) -> tuple[int, ...]:
-        """Where a microbatch's packed sequences end, if they are divided one by one."""
+    def _read_samples(self, microbatch: int) -> tuple[int, tuple[int, ...]]:
+        """The length of a microbatch's samples, and where its packed sequences end.
+
+        That is if they are divided one by one.
+        """
         names = self._layout.bounds
         keys = [TraceKey(self._iteration, microbatch, Kind.TOKENS, name) for name in names]
         key = next((key for key in keys if key in self._reference), None)
         # A row may be all there is, without a dim for it.
-        return ends_of(torch.atleast_2d(self._reference.data(key)).tolist() if key else ())
+        ends = ends_of(torch.atleast_2d(self._reference.data(key)).tolist() if key else ())
+        given = TraceKey(self._iteration, microbatch, Kind.INPUT, ROOT)
+        shape = self._reference.shape(given) or ()
+        length = shape[1] if len(shape) == 2 else self._layout.seq_length
+        return ends[-1] if ends else length, ends
 
     def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """Positions of this rank's tokens in their microbatch."""
-        layout, ends = self._layout, self._ends_of(microbatch)
-        return torch.from_numpy(token_positions(local, layout.mesh, layout.tokens(ends), ends))
+        samples = self._samples_of(microbatch)
+        return torch.from_numpy(token_positions(local, self._layout.mesh, *samples))
 
     def oriented(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor:
         """``data`` with its dims in the reference's order, where it has this tensor."""

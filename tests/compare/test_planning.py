@@ -8,7 +8,7 @@ import torch
 
 from megatron_ttrace.compare import planning
 from megatron_ttrace.compare.planning import Planner, RankLayout
-from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.records import ROOT, Kind, TraceKey
 from tests.compare.traces import reference_of
 from tests.placement.meshes import mesh_of
 
@@ -41,6 +41,17 @@ def test_each_shape_is_planned_once(reference, monkeypatch):
     assert planner.plan(KEY, (4, 1, 6)) == planner.plan(KEY, (4, 1, 6))
     planner.plan(GRAD, (4, 1, 6))
     assert len(calls) == 1
+
+
+def test_samples_of_another_length(tmp_path):
+    """Fine-tuning does not pad them; what the model was given says how long they are."""
+    shapes = {(0, Kind.INPUT, ROOT, 0): (1, 12), (0, Kind.OUTPUT, "a", 0): (12, 1, 6)}
+    tensors = {place: torch.ones(shape) for place, shape in shapes.items()}
+    layout = RankLayout(mesh_of(1, 2, cp=2), 16, 1.0)
+    planner = Planner(reference_of(tmp_path, tensors), 1, layout)
+    (match,) = planner.plan(KEY, (6, 1, 6))
+    assert [box.logical[0] for box in match.boxes] == [3]
+    assert planner.positions(0, (6, 1)).tolist() == [3, 4, 5, 6, 7, 8]
 
 
 def test_only_a_known_tensor_is_turned(reference):
