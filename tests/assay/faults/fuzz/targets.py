@@ -6,10 +6,12 @@ The candidate of two ranks has one wrong tensor: whatever is damaged, the answer
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,22 +19,29 @@ import torch
 
 from megatron_ttrace.compare import wire
 from megatron_ttrace.compare.gathered import of_rank
+from megatron_ttrace.compare.moved import Moved, write_moves
 from megatron_ttrace.compare.offline import measure_saved
+from megatron_ttrace.compare.planning import RankLayout
+from megatron_ttrace.compare.sinks import CompareSink
+from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.jobs import resources, script_patch, settings
 from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.placement.placements import Shard
+from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.trace import codec, files
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.moments import moments_of
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.sealing import checksum_of, seal_json
-from megatron_ttrace.trace.store import Entry, TraceReader, seal
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.assay.faults.fuzz import mutations
 from tests.assay.faults.fuzz.harness import Attempt, WrongError, command
-from tests.assay.small_run import save
 from tests.compare.traces import step_level
+from tests.placement.meshes import mesh_of
 
 EQUIVALENT = 0
+Tensors = Mapping[Place, torch.Tensor]
 _OUT = (0, Kind.OUTPUT, "decoder.layers.0", 0)
 _WRONG = (0, Kind.OUTPUT, "decoder.layers.1", 0)
 _GRAD = (0, Kind.GRAD_OUTPUT, "decoder.layers.0", 0)
@@ -62,23 +71,50 @@ def build(home: Path) -> Path:
         _WEIGHT: weight + 1,
     }
 
-    def part_of(place: Place, part: torch.Tensor, rank: int) -> torch.Tensor:
-        return part * {_GRAD: 2, _WRONG: 1 + 0.5 * rank}.get(place, 1)
-
-    save(
-        home,
-        known,
-        dict.fromkeys(known.keys() - {_TOKENS}, 0.003),
-        part_of=part_of,
-        whole=[_TOKENS],
-        partial=[_PARTIAL],
-        entries=[_initial(weight)],
-        config=_CONFIG,
-    )
+    start = _initial(weight)
+    _save_reference(home / "reference", known, start)
+    _save_candidate(home / "candidate", known, start, TraceReader(home / "reference"))
     traces = [str(home / "reference"), str(home / "candidate")]
     if command(["compare", *traces, "--output", str(home / "report")]) != 1:
         raise AssertionError("the undamaged run has to be told from its reference")
     return home
+
+
+def _save_reference(folder: Path, known: Tensors, start: Entry) -> None:
+    writer = TraceWriter(folder, 0)
+    sink = WriteSink(writer, 1)
+    for place, data in known.items():
+        sink.tensor((place,), data)
+    writer.add(start, None)
+    writer.close()
+    # Four times what the replays moved is the tolerance.
+    moves = {
+        TraceKey(1, *place): Moved(data.numel(), float(data.double().norm()), (0.003,))
+        for place, data in known.items()
+        if place != _TOKENS
+    }
+    write_moves(folder, moves)
+    seal(folder, {"role": "reference", "epsilon": 2.0**-7, "microbatches": 1})
+
+
+def _save_candidate(folder: Path, known: Tensors, start: Entry, reference: TraceReader) -> None:
+    meshes = [mesh_of(rank, 2, tp=2) for rank in range(2)]
+    for rank, mesh in enumerate(meshes):
+        writer = TraceWriter(folder, rank)
+        layout = RankLayout(mesh, 16, 2.0, partials={_PARTIAL: "tp"})
+        sink = CompareSink(reference, 1, layout, writer=writer, keep_all=True)
+        for place, data in known.items():
+            part = data if place in (_TOKENS, _PARTIAL) else data.chunk(2)[rank]
+            part = part * {_GRAD: 2, _WRONG: 1 + 0.5 * rank}.get(place, 1)
+            if place in (_WEIGHT, _START):
+                sink.placed(place, part, data.shape, (Step("tp", Shard(0)),))
+            else:
+                sink.tensor((place,), part)
+        writer.add(start, None)
+        writer.close()
+    encoded = [codec.encode(dataclasses.asdict(mesh)) for mesh in meshes]
+    meta = {"role": "candidate", "complete": True, "config": _CONFIG, "meshes": encoded}
+    seal(folder, meta)
 
 
 def _initial(weight: torch.Tensor) -> Entry:
