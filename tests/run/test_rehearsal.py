@@ -2,11 +2,16 @@
 """Ids of a rehearsal's batches use all rows of the vocabulary's tables."""
 
 from collections import UserDict
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from megatron_ttrace.run.rehearsal import spread_ids
+from megatron_ttrace.mcore import quiet
+from megatron_ttrace.run import low_precision
+from megatron_ttrace.run.rehearsal import Rehearsal, spread_ids
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 7, 128, 257])
@@ -51,3 +56,24 @@ def test_labels_of_whole_samples(label: float) -> None:
     spread = spread_ids({"tokens": torch.ones(2, 4, dtype=torch.int64), "labels": labels}, 128)
     assert spread["labels"] is labels
     assert spread["tokens"].tolist() == [[80] * 4] * 2
+
+
+def test_nothing_is_dumped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until all state is as before."""
+    for owner, names in (
+        (quiet, ("one_attempt", "random_states_kept", "metrics_kept")),
+        (low_precision, ("equal_scales",)),
+        (Rehearsal, ("_room",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, lambda *_: nullcontext())
+    args = SimpleNamespace(save_wgrads_interval=1, overlap_param_gather=False)
+    rehearsal = object.__new__(Rehearsal)
+    rehearsal._args, rehearsal._settings = args, SimpleNamespace(init="megatron")
+    rehearsal.model = Mock(chunks=[], optimizer=SimpleNamespace())
+    rehearsal._plain = rehearsal._ranks = Mock()
+    monkeypatch.setattr(rehearsal, "plain", Mock())
+    with ExitStack() as kept:
+        rehearsal._keep(kept, restore=False)
+        assert args.save_wgrads_interval is None
+    assert args.save_wgrads_interval == 1
