@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the user changed in the Megatron that is imported, and in the script beside it.
 
-In a git checkout: what differs from the last release (:func:`release`). Else, in an installed
-wheel: the files whose content is not what its RECORD says; in a copy of the same version: what
-differs from the wheel. Else, or if that is too much to list: what differs from where the branch
-left the default branch of a remote, or from HEAD. Always: the user's functions that replace
-Megatron's since it was imported.
+In a git checkout: what differs from the last release (:func:`release`). Else, in an installed wheel
+that this package was not built for: the files whose content is not what its RECORD says; in a copy
+of the same version: what differs from the wheel. Else: what differs from the nearest release that
+it was built for (``jobs/released.py``). Else, or if that is too much to list: what differs from
+where the branch left the default branch of a remote, or from HEAD. Always: the user's functions
+that replace Megatron's since it was imported.
 """
 
 import base64
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from megatron_ttrace.jobs import provenance
+from megatron_ttrace.jobs import provenance, released
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.mcore import contents, versions
 from megatron_ttrace.trace import codec
@@ -125,9 +126,10 @@ def _compared(
     folder = next(iter(tree.values()))
     if is_tracked and (tag := release(folder)):
         yield tag, _since_commit(tree, tag)
-    if _BESIDE not in tree and (found := installed(folder.parent / "core")):
-        wheel, root = found
-        yield f"megatron-core {wheel.version}", _since_wheel(tree, wheel, root)
+    found = installed(folder.parent / "core") if _BESIDE not in tree else None
+    if found and found[0].version not in versions.KNOWN:
+        yield f"megatron-core {found[0].version}", _since_wheel(tree, *found)
+    yield _since_release(tree)
     if is_tracked and (base := _common(folder, "refs/remotes/*/HEAD")):
         yield base, _since_commit(tree, base)
     if is_tracked and (head := provenance.git(folder, "rev-parse", "--short=12", "HEAD")):
@@ -156,6 +158,26 @@ def _since_commit(tree: Mapping[str, Path], base: str) -> list[Edit] | None:
     return edits
 
 
+def _files(tree: Mapping[str, Path]) -> dict[str, Path]:
+    """By their paths in :class:`Edit`; beside the script, only what is in its folder itself."""
+    return {
+        f"{prefix}{name}": Path(path)
+        for prefix, folder in tree.items()
+        for name, path in contents.python_files(folder, inside=prefix != _BESIDE).items()
+    }
+
+
+def _since_release(tree: Mapping[str, Path]) -> tuple[str, list[Edit] | None]:
+    paths = _files(tree)
+    held = {name: it for name, path in paths.items() if (it := contents.content_of(path))}
+    name, others = released.nearest(held)
+    if not name or len(others) > _MOST_FILES:
+        return name, None
+    edits = (released.edits(it, paths[it].read_bytes(), name) for it in others)
+    since = versions.MAIN_COMMIT if name == versions.MAIN else f"megatron-core {name}"
+    return since, [edit for of_file in edits for edit in of_file]
+
+
 def _since_wheel(
     tree: Mapping[str, Path], wheel: importlib.metadata.Distribution, root: Path
 ) -> list[Edit] | None:
@@ -164,11 +186,7 @@ def _since_wheel(
         name: digest
         for name, digest, _ in csv.reader((wheel.read_text("RECORD") or "").splitlines())
     }
-    paths = {
-        f"{prefix}{name}": Path(path)
-        for prefix, folder in tree.items()
-        for name, path in contents.python_files(folder).items()
-    }
+    paths = _files(tree)
     held = {name: contents.content_of(path) for name, path in paths.items()}
     differing = [name for name, it in held.items() if it and _recorded(it) != recorded.get(name)]
     if len(differing) > _MOST_FILES:

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 import re
 import stat
@@ -93,10 +94,15 @@ CODE = (".py", ".so")
 """Ends of names of files that Python imports."""
 
 
-def python_files(folder: Path, ends: str | tuple[str, ...] = ".py") -> dict[str, str]:
-    """The Python files of a package, by their paths in it with slashes, in order."""
+def python_files(
+    folder: Path, ends: str | tuple[str, ...] = ".py", *, inside: bool = True
+) -> dict[str, str]:
+    """The Python files of a package, by their paths in it with slashes, in order.
+
+    ``inside``: also those of folders in it.
+    """
     # Neither ``rglob`` nor ``relative_to``, which take ten times as long.
-    inside = len(os.path.join(folder, ""))
-    files = (os.path.join(where, name) for where, _, names in os.walk(folder) for name in names)
+    walk = os.walk(folder) if inside else itertools.islice(os.walk(folder), 1)
+    files = (os.path.join(where, name) for where, _, names in walk for name in names)
     python = sorted(file for file in files if file.endswith(ends))
-    return {file[inside:].replace(os.sep, "/"): file for file in python}
+    return {file[len(os.path.join(folder, "")) :].replace(os.sep, "/"): file for file in python}

@@ -101,8 +101,8 @@ def test_the_script(tree, monkeypatch):
 def wheel(tmp_path, monkeypatch):
     """An installed release."""
     root = tmp_path / "installed"
-    info = root / "megatron_core-0.19.2.dist-info"
-    contents = {FILE: CODE, VERSION: "MAJOR = 0\nMINOR = 19\nPATCH = 2\n"}
+    info = root / "megatron_core-0.19.3.dist-info"
+    contents = {FILE: CODE, VERSION: "MAJOR = 0\nMINOR = 19\nPATCH = 3\n"}
     record = [f"{info.name}/RECORD,,\n"]
     for name, text in contents.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def wheel(tmp_path, monkeypatch):
         digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=")
         record.append(f"{name},sha256={digest.decode()},{len(text)}\n")
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.19.2\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.19.3\n")
     (info / "RECORD").write_text("".join(record))
     monkeypatch.syspath_prepend(str(root))
     return root
@@ -122,7 +122,7 @@ def test_a_wheel(wheel, monkeypatch):
     assert edited.find() == Edits()
     (wheel / FILE).write_text(CODE + "x = 1\n")
     (wheel / NEW).write_text("def h():\n    pass\n")
-    assert edited.find() == Edits("megatron-core 0.19.2", (Edit(FILE, "", 0), Edit(NEW, "h", 1)))
+    assert edited.find() == Edits("megatron-core 0.19.3", (Edit(FILE, "", 0), Edit(NEW, "h", 1)))
 
 
 def test_a_copy_of_a_wheel(tree, wheel):
@@ -132,7 +132,7 @@ def test_a_copy_of_a_wheel(tree, wheel):
     assert edited.find() == Edits()
     (tree / FILE).write_text(CODE.replace("return 2", "return 4"))
     (tree / NEW).write_text("def h():\n    pass\n")
-    changed = Edits("megatron-core 0.19.2", (Edit(FILE, "g", 6), Edit(NEW, "h", 1)))
+    changed = Edits("megatron-core 0.19.3", (Edit(FILE, "g", 6), Edit(NEW, "h", 1)))
     assert edited.find() == changed
     commit(tree, "a fork's")
     assert edited.find() == changed

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs from a release, known from its digests alone."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.jobs import edited, released
+from megatron_ttrace.mcore import contents, versions
+from megatron_ttrace.mcore.sources import megatron_folder
+from megatron_ttrace.trace.executed import Edit, Edits
+
+CORE = Path(megatron_folder()) / "core"
+VERSION = versions.version_in((CORE / "package_info.py").read_text())
+
+
+def test_the_installed_release():
+    """All of its files are known, and none of its functions differs."""
+    files = contents.python_files(CORE)
+    held = {f"megatron/core/{name}": contents.content_of(path) for name, path in files.items()}
+    assert released.nearest(held) == (VERSION, [])
+    source = (CORE / "utils.py").read_bytes()
+    assert list(released.edits("megatron/core/utils.py", source, VERSION)) == []
+
+
+def test_a_copy_without_git(tmp_path, monkeypatch):
+    """Its functions are compared, and what is outside of these; another release's differ, too."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    for name in ("package_info.py", "utils.py", "parallel_state.py", "jit.py", "timers.py"):
+        shutil.copy(CORE / name, core)
+    monkeypatch.setattr(edited, "folders", lambda: {"megatron/core/": f"{core}/"})
+    assert edited.find() == Edits()
+    file = core / "utils.py"
+    before = 'def divide(numerator, denominator):\n    """'
+    file.write_text(file.read_text().replace(before, before + "With care. ") + "\n\nSMALL = 1\n")
+    (core / "new.py").write_text("def h():\n    pass\n")
+    found = edited.find()
+    assert found.since == f"megatron-core {VERSION}"
+    assert [(edit.file.rpartition("/")[2], edit.function) for edit in found.functions] == [
+        ("new.py", "h"),
+        ("new.py", ""),
+        ("utils.py", "divide"),
+        ("utils.py", ""),
+    ]
+    assert found.functions[0] == Edit("megatron/core/new.py", "h", 1)
+
+
+@pytest.mark.parametrize("names", [[], ["megatron/core/own.py"]])
+def test_no_release(names, tmp_path):
+    """What has not half of any release's files is compared with none."""
+    (tmp_path / "own.py").write_text("def h():\n    pass\n")
+    assert not released.nearest({n: contents.content_of(tmp_path / "own.py") for n in names})[0]
