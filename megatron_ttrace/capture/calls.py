@@ -237,6 +237,8 @@ class CallTap:
             if code.co_name != "<module>" and is_followed:
                 arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
                 part = sources.part_of(file)
+                if part is Phase.GRADIENTS and code.co_name == "forward":
+                    part = Phase.FORWARD  # a wrapper's, which calls the model
                 seen = _Seen(code, known, part, part in _INSIDE, arguments)
                 self._lines.follow([code])
             else:
@@ -264,6 +266,8 @@ class CallTap:
             seen.near.add(near)
         caller, by = self._recorded(back)
         phase = seen.phase = phase or (by.phase if by else None) or Phase.OTHER
+        if phase is Phase.FORWARD and not module:
+            return self._nothing_new(seen)  # of a step that is not traced
         key = seen.known, _NOBODY if by is None else by.known, module, phase
         if key not in self._calls:
             if phase not in self._phases:

@@ -17,6 +17,16 @@ LATE = {"dw", "wgrad"}
 """Words in the names of functions that compute gradients of weights after the backward pass."""
 
 
+_INITIALIZING = {"init", "method"}
+"""Words in the names of functions that make what draws initial values."""
+
+
+def initializing(code: Code) -> Iterator[int]:
+    """What makes what draws initial values; modules are given that."""
+    makers = code.calling(_INITIALIZING, BUILDING)
+    return (n for n in makers if not code.functions[n].name.endswith(".__init__"))
+
+
 def choosing(code: Code, lack: Lack | None, index: int) -> Iterator[int]:
     """What names marks where parameters are divided among optimizers, or left out of a sum."""
     step = "", Phase.OPTIMIZER

@@ -57,7 +57,7 @@ from megatron_ttrace.trace.findings import (
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.places import Clue, Place
-from megatron_ttrace.trace.records import FLOW, ROOT, Kind, MetricIndex
+from megatron_ttrace.trace.records import FLOW, ROOT, Direction, Kind, MetricIndex
 
 MOST = 3
 """Places that are reported."""
@@ -163,9 +163,7 @@ class _Judge:
         self._mesh = self._axes & {*AXES}
         if isinstance(finding, OtherHyperparameters) and len(finding.values) > 1:
             self._causes -= _SCALED  # it is in another group of parameters
-        if Cause.WEIGHTS in self._causes:
-            # The weights of means over tokens.
-            self._axes.add("tokens")
+        self._axes |= {"tokens"} if Cause.WEIGHTS in self._causes else set()  # of their means
         self._suspects = Suspects(code, ledger, outcomes, verdict, finding, sent=sent)
         self._few = self._suspects.few
         by_ranks = [ranks for f in findings if isinstance(f, UnequalShares) for ranks in f.by_ranks]
@@ -190,6 +188,8 @@ class _Judge:
         # The share of a loss is computed beside the module's output.
         self._of_loss = isinstance(finding, LossShare)
         self._losses = losses if losses and Loss.MAIN not in losses else set()
+        own = {(pattern(verdict.name.rpartition(".")[0]), Phase.FORWARD)}  # says nothing of these
+        self._passed_before = own if verdict.direction is Direction.GRADIENT else set()
         self._lines: dict[tuple[int, Clue], int] = {}
         self._expected: Numbers = {}
         self._apart = {*ledger.apart}
@@ -246,7 +246,7 @@ class _Judge:
         return Place(function.file, line, function.name.partition(".<")[0], clue)
 
     def _score(self, number: int) -> float:
-        contexts = self._code.contexts[number]
+        contexts = self._code.contexts[number] - self._passed_before
         right = sum(map(self._outcomes.is_right, contexts)) * (not self._of_loss)
         # What was computed from something wrong is neither right nor wrong.
         passed = right + 0.5 * max(0, len(contexts) - 1 - right)

@@ -86,6 +86,7 @@ class Suspects:
         self.few = outcomes.share(verdict.kind) < FEW
         # The gradients of the module's parameters fail, too.
         self._is_repeated = outcomes.is_repeated
+        self._are_given = len({n.rpartition(".")[0] for n in outcomes.names(Kind.INITIAL)}) > 1
         self._whole, self._right = outcomes.failed(Kind.MAIN_GRAD, verdict.name), outcomes.losses()
         self._owner = self.module = module_of(verdict.name)
         if verdict.kind in OF_PARAMETERS:
@@ -157,8 +158,7 @@ class Suspects:
         """What reads data, by its name; the script's functions that are not called too late."""
         weight = 0.8
         if self._verdict.verdict in (Outcome.EXTRA, Outcome.MISSING) and not self._is_repeated:
-            # One of both runs has more batches: less likely is what reads each of them.
-            self._named(COUNTING, 1.0)
+            self._named(COUNTING, 1.0)  # less likely is what reads each of the batches
             weight = 0.4
         self._named(READING, weight)
         self._part(Phase.SCRIPT, weight, weight)
@@ -182,9 +182,7 @@ class Suspects:
             return
         # If most values or shapes are wrong, it is less likely the constructors of these modules.
         verdict = self._verdict
-        few = self.few or (
-            verdict.kind is not Kind.INITIAL and verdict.verdict is not Outcome.SHAPE
-        )
+        few = self.few or not (verdict.kind is Kind.INITIAL or verdict.verdict is Outcome.SHAPE)
         self._built(self._owner, 1.0 if few else 0.5)
         self._built(self.module, 1.0 if few else 0.5)
         is_misplaced = self._cause in _MISPLACED
@@ -199,6 +197,9 @@ class Suspects:
         self._part(Phase.SCRIPT, 0.0, 0.4)
         if verdict.kind in (Kind.INITIAL, Kind.MAIN_GRAD):
             self._take((n for n in self._code.at[BUILDING] if functions[n].own), 1.0)
+        for maker in by_purpose.initializing(self._code) if self._are_given else ():
+            self._take([maker], 1.0)
+            self.add(maker, Clue.SETS, 1.0)
 
     def _named(self, words: set[str], weight: float, phases: Collection[Phase] = _ALL) -> None:
         """What reads data, or recomputes, by its name, and ran in these parts of the step."""
@@ -221,8 +222,10 @@ class Suspects:
         # The container may pass on what it was given itself.
         for distance, outer in enumerate(around(self._container()), 1):
             self._take(self._ran_in(outer, _F), _FARTHER**distance)
-        code = self._sources.of(self.module)
+        code, first = self._sources.of(self.module), self._code.first
         if code is not None and (number := self._code.number(code.forward)) is not None:
+            began = first.get(number, 0)  # with what the model itself may have made
+            self._take((n for n in self._ran_in(ROOT, _F) if first[n] < began), _FARTHER)
             inside, outside = (pattern(self.module), _F), (pattern(self._container()), _F)
             for caller in self._code.entered_by(number, inside, outside):
                 self._take([caller], 1.0)
@@ -304,12 +307,14 @@ class Suspects:
             # Gradients have the dtype of the buffers that they are accumulated in.
             self._part(_G, 0.3, 1.0)
             return
-        # If most are right, it is less likely what reduces all of them.
-        self._part(_G, 0.6 if self.few else 1.0, 0.6)
+        # If most are right, it is less likely what reduces all, which knows none without marks.
+        is_partial = self.few and self._cause is Cause.PARTIAL
+        is_unknown = is_partial and not self._sources.calls.marks.get(pattern(self._verdict.name))
+        self._part(_G, (0.4 if is_unknown else 0.6) if self.few else 1.0, 0.6)
         # Optimizers lay out the buffers of gradients.
         self._part(Phase.OPTIMIZER, 0.0, 0.6 if self.few else 0.3)
         self._ran(self._owner, _B, 1.0 if self.few else 0.7)
-        self._ran(self._owner, _F, 0.3)
+        self._ran(self._owner, _F, 1.0 if is_unknown else 0.3)
         weight = 0.3 if self.few else 0.6
         self._part(Phase.SCHEDULE, weight)
         # A loop of the user's own has to reduce them.
@@ -320,11 +325,10 @@ class Suspects:
             if self._cause is Cause.ZERO:
                 self._take([number], _FARTHER**distance)
                 self.add(number, Clue.NAMES, 2.0)
-        self._built_by(self._owner, 0.8 if self.few else 0.4)
+        self._built_by(self._owner, 1.0 if is_unknown else 0.8 if self.few else 0.4)
         # What reduces gradients selects parameters by marks, which the user's code may set.
-        built, functions = self._code.at[BUILDING], self._code.functions
-        marking = [n for n in built if functions[n].own and functions[n].marks]
-        self._take(marking, 1.0 * self.few)
+        functions, built = self._code.functions, self._code.at[BUILDING]
+        self._take((n for n in built if functions[n].own and functions[n].marks), 1.0 * self.few)
 
     def _statistic(self) -> None:
         verdict, finding = self._verdict, self._finding
@@ -377,15 +381,16 @@ class Suspects:
     def _logged(self) -> None:
         """What names the number, and what ran beside the function that logs it."""
         name, code = self._verdict.name, self._code
+        logging_all, writing = (0.8, 1.0) if self.few else (1.0, 0.9)  # others are logged rightly
         logging: set[int] = set()
         if (logs := code.number(anchor_of(self._sources, self._verdict))) is not None:
             for context in code.contexts[logs]:
                 logging |= set(code.chain(logs, context))
                 for caller in code.callers(logs, context):
                     for called, depth in code.below(caller, context).items():
-                        self._take([called], 1.0)
+                        self._take([called], logging_all)
                         self.add(called, Clue.NAMES, 1.2 if depth < 2 else 0.5)
-                        self._take(by_purpose.writing(code, called), 0.9)
+                        self._take(by_purpose.writing(code, called), writing)
         for number, function in enumerate(code.functions):
             for context in code.contexts[number]:
                 if name in function.strings and number not in logging:

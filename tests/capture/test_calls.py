@@ -60,6 +60,14 @@ class Layer:
 """
 
 
+WRAPPER = """
+def forward(model):
+    return model(1.0)
+def sync():
+    return None
+"""
+
+
 def made(text: str, file: str) -> dict[str, Any]:
     """The functions of a file of Megatron's, which is imported."""
     module = types.ModuleType(f"megatron.made_{len(sys.modules)}")
@@ -133,6 +141,18 @@ def test_calls(tap: CallTap) -> None:
     assert functions["scale"].part is Phase.OPTIMIZER
     assert not functions["forward"].scales
     assert Calls.from_json(calls.to_json()) == calls
+
+
+def test_a_wrapper_calls_the_model(tap: CallTap) -> None:
+    """It is in the folder of what reduces gradients: the model is no part of that.
+
+    Without a module, the step is not traced.
+    """
+    model, wrapper = made(MODEL, "core/m.py"), made(WRAPPER, "core/distributed/w.py")
+    tap.in_steps(lambda: ("", None))
+    wrapper["forward"](model["forward"])
+    wrapper["sync"]()
+    assert named(tap.calls([])) == {("sync", "", "", Phase.GRADIENTS)}
 
 
 def test_the_users_function_that_replaces_one_of_megatrons(tap: CallTap) -> None:

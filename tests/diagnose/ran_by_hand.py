@@ -107,15 +107,18 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "Calculator.update_microbatches": {"size": 100},
     "Linear.backward_dw": {"size": 100},
     "Optimizer._copy_model_params_to_main_params": {"part": U, "size": 100},
+    "Config.__post_init__": {},
+    "scaled_init_method": {},
+    "prepare": {"size": 32},
 }
 _NUMBERS = {name: number for number, name in enumerate(FUNCTIONS)}
 _CALLS = [
+    *[("get_batch", "", "", Phase.SCRIPT), ("prepare", "", MODEL, F)],
     *[("Linear.forward", "", LINEAR, F), ("reduce", "Linear.forward", LINEAR, F)],
     *[("Norm.forward", "", NORM, F), ("reduce", "Norm.forward", NORM, F)],
     ("Product.forward", "Linear.forward", LINEAR, F),
     *[("Product.backward", "", LINEAR, B), ("reduce", "Product.backward", LINEAR, B)],
     ("gather", "Product.backward", LINEAR, B),
-    ("get_batch", "", "", Phase.SCRIPT),
     ("Calculator.update_microbatches", "", "", Phase.CONSTRUCTION),
     *[("run", "", "", S), ("Product.set_scale", "run", "", S)],
     *[("Linear.__init__", "", "", C), ("offset", "Linear.__init__", "", C)],
@@ -148,6 +151,8 @@ _CALLS = [
     ("Optimizer._copy_model_params_to_main_params", "", "", C),
     ("calc_params_norm", "", "", Phase.OTHER),
     ("sum_of_squares", "calc_params_norm", "", Phase.OTHER),
+    *[("Config.__post_init__", "", "", C), ("scaled_init_method", "Config.__post_init__", "", C)],
+    ("scaled_init_method", "Model.__init__", "", C),
 ]
 CODES = (
     ModuleCode(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatron_ttrace.diagnose.anchors import anchor_of
 from megatron_ttrace.diagnose.code import Code
 from megatron_ttrace.diagnose.places import Places
 from megatron_ttrace.diagnose.suspects import Suspects
-from megatron_ttrace.trace.collectives import Ledger
+from megatron_ttrace.trace.collectives import Ledger, pattern
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import (
     Cause,
@@ -29,7 +29,7 @@ from megatron_ttrace.trace.findings import (
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import ROOT, Kind, LoadedIndex, Outcome
-from tests.diagnose.judged_by_hand import diagnosed
+from tests.diagnose.judged_by_hand import diagnosed, judged
 from tests.diagnose.ran_by_hand import (
     CODES,
     FUNCTIONS,
@@ -55,6 +55,7 @@ def suspects(
     few: bool = False,
     whole: bool = False,
     logged: Mapping[str, bool] = MappingProxyType({}),
+    failing: Collection[str] = (),
     ledger: Ledger | None = None,
 ) -> Suspects:
     """Of a failure in the step made by hand."""
@@ -62,6 +63,7 @@ def suspects(
         share=lambda _: 0.1 if few else 1.0,
         failed=lambda *_: whole,
         losses=lambda: logged,
+        names=lambda _: failing,
         is_repeated=False,
     )
     known = ledger or record()
@@ -100,7 +102,7 @@ def weights(failure: Judged, finding: Finding | None = None, **more: Any) -> dic
         (wrong(Kind.BUFFER, f"{LINEAR}.scale"), "finalize Linear.forward", "Norm.forward"),
         # What a model is called with was divided among ranks.
         (wrong(Kind.INPUT, ROOT), "run divide_batch", "step"),
-        (wrong(Kind.INPUT, LINEAR), "Layer.forward", "divide_batch"),
+        (wrong(Kind.INPUT, LINEAR), "Layer.forward prepare", "divide_batch router_loss"),
         # A context of FP8 is entered around layers, or where they are recomputed.
         (wrong(Kind.PRECISION, LINEAR), "Layer.forward checkpoint", "finalize"),
     ],
@@ -114,6 +116,7 @@ def test_suspects(failure: Judged, suspected: str, others: str) -> None:
 
 INSIDE, OUTSIDE = "Product.forward", "Layer.forward"
 BACKWARD, FORWARD = "Product.backward", "Linear.forward"
+PARTIAL, MARKED = Finding(Cause.PARTIAL, ("tp",)), record(marks={pattern(WEIGHT): ("shared",)})
 CONSTRUCTORS = "Linear.__init__", "Buffer.__init__"
 
 
@@ -148,17 +151,41 @@ CONSTRUCTORS = "Linear.__init__", "Buffer.__init__"
         (wrong(Kind.LOSS, ROOT), None, {}, "loss_func", "get_batch"),
         # What allocates the buffer of a gradient that was rounded, before what reduces it.
         (wrong(Kind.MAIN_GRAD), Finding(Cause.PRECISION), {}, "Buffer.__init__", "sync_grads"),
+        # What reductions select by marks: a parameter that is copied has none, or one is not read.
+        (wrong(Kind.MAIN_GRAD), PARTIAL, {"few": True}, "Linear.forward", "finalize"),
+        (wrong(Kind.MAIN_GRAD), PARTIAL, {"few": True, "ledger": MARKED}, "finalize", FORWARD),
+        (wrong(Kind.MAIN_GRAD), PARTIAL, {}, "finalize", "Linear.forward"),
+        # What logs all numbers, or only this one.
+        (wrong(Kind.METRIC, "z_loss"), None, {"few": True}, "attach", "Tracker.aggregate"),
+        (wrong(Kind.METRIC, "z_loss"), None, {}, "Tracker.aggregate", "attach"),
         # Marks that most have lost were not forgotten by each constructor.
         (wrong(Kind.PARAM, outcome=Outcome.SHAPE), None, {"few": True}, *CONSTRUCTORS),
         (wrong(Kind.PARAM, outcome=Outcome.SHAPE), None, {}, *CONSTRUCTORS[::-1]),
     ],
 )
 def test_the_likelier_of_two(
-    failure: Judged, finding: Finding | None, more: dict[str, bool], likelier: str, other: str
+    failure: Judged, finding: Finding | None, more: dict[str, Any], likelier: str, other: str
 ) -> None:
     """Both are suspects."""
     found = weights(failure, finding, **more)
     assert found[likelier] > found[other]
+
+
+@pytest.mark.parametrize(("modules", "given"), [(1, set()), (2, {"Config.__post_init__"})])
+def test_what_draws_initial_values(modules: int, given: set[str]) -> None:
+    """If those of several modules are wrong, something that all of them were given."""
+    failing = [WEIGHT, f"{NORM}.weight"][:modules]
+    clues = suspects(wrong(Kind.INITIAL), failing=failing).clues
+    assert {NAMES[n] for n, known in clues.items() if Clue.SETS in known} == given
+
+
+def test_gradients_where_the_outputs_are_right() -> None:
+    """That the module's own outputs are right says nothing for its functions."""
+    failure, right = wrong(Kind.MAIN_GRAD), judged(Kind.OUTPUT, LINEAR)
+    before, after = (
+        Places(record(), [failure, *others]).ranked(failure, PARTIAL) for others in ((), (right,))
+    )
+    assert before == after
 
 
 def test_what_passes_an_input() -> None:
