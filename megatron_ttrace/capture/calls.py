@@ -266,8 +266,6 @@ class CallTap:
             seen.near.add(near)
         caller, by = self._recorded(back)
         phase = seen.phase = phase or (by.phase if by else None) or Phase.OTHER
-        if phase is Phase.FORWARD and not module:
-            return self._nothing_new(seen)  # of a step that is not traced
         key = seen.known, _NOBODY if by is None else by.known, module, phase
         if key not in self._calls:
             if phase not in self._phases:
