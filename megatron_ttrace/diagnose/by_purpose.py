@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from megatron_ttrace.diagnose.code import BUILDING, COMPUTE, Code, tokens
 from megatron_ttrace.trace.collectives import Phase
 from megatron_ttrace.trace.findings import Lack
+from megatron_ttrace.trace.records import Kind
 
 LATE = {"dw", "wgrad"}
 """Words in the names of functions that compute gradients of weights after the backward pass."""
@@ -21,9 +22,9 @@ _INITIALIZING = {"init", "method"}
 """Words in the names of functions that make what draws initial values."""
 
 
-def initializing(code: Code) -> Iterator[int]:
-    """What makes what draws initial values; modules are given that."""
-    makers = code.calling(_INITIALIZING, BUILDING)
+def initializing(code: Code, kind: Kind) -> Iterator[int]:
+    """What makes what draws initial values, if these are wrong; modules are given that."""
+    makers = code.calling(_INITIALIZING, BUILDING) if kind is Kind.INITIAL else ()
     return (n for n in makers if not code.functions[n].name.endswith(".__init__"))
 
 

@@ -197,7 +197,7 @@ class Suspects:
         self._part(Phase.SCRIPT, 0.0, 0.4)
         if verdict.kind in (Kind.INITIAL, Kind.MAIN_GRAD):
             self._take((n for n in self._code.at[BUILDING] if functions[n].own), 1.0)
-        for maker in by_purpose.initializing(self._code) if self._are_given else ():
+        for maker in by_purpose.initializing(self._code, verdict.kind) if self._are_given else ():
             self._take([maker], 1.0)
             self.add(maker, Clue.SETS, 1.0)
 

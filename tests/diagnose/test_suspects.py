@@ -177,6 +177,8 @@ def test_what_draws_initial_values(modules: int, given: set[str]) -> None:
     failing = [WEIGHT, f"{NORM}.weight"][:modules]
     clues = suspects(wrong(Kind.INITIAL), failing=failing).clues
     assert {NAMES[n] for n, known in clues.items() if Clue.SETS in known} == given
+    clues = suspects(wrong(Kind.PARAM), failing=failing).clues
+    assert not any(Clue.SETS in known for known in clues.values())
 
 
 def test_gradients_where_the_outputs_are_right() -> None:
