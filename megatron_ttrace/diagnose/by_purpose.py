@@ -23,7 +23,7 @@ _INITIALIZING = {"init", "method"}
 
 
 def initializing(code: Code, kind: Kind) -> Iterator[int]:
-    """What makes what draws initial values, if these are wrong; modules are given that."""
+    """What makes the functions that draw initial values, which modules are given; if these fail."""
     makers = code.calling(_INITIALIZING, BUILDING) if kind is Kind.INITIAL else ()
     return (n for n in makers if not code.functions[n].name.endswith(".__init__"))
 

@@ -188,7 +188,7 @@ class _Judge:
         # The share of a loss is computed beside the module's output.
         self._of_loss = isinstance(finding, LossShare)
         self._losses = losses if losses and Loss.MAIN not in losses else set()
-        own = {(pattern(verdict.name.rpartition(".")[0]), Phase.FORWARD)}  # says nothing of these
+        own = {(pattern(verdict.name.rpartition(".")[0]), Phase.FORWARD)}  # no proof of gradients
         self._passed_before = own if verdict.direction is Direction.GRADIENT else set()
         self._lines: dict[tuple[int, Clue], int] = {}
         self._expected: Numbers = {}

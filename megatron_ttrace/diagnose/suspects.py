@@ -224,7 +224,7 @@ class Suspects:
             self._take(self._ran_in(outer, _F), _FARTHER**distance)
         code, first = self._sources.of(self.module), self._code.first
         if code is not None and (number := self._code.number(code.forward)) is not None:
-            began = first.get(number, 0)  # with what the model itself may have made
+            began = first.get(number, 0)  # what the model ran before may have made the input
             self._take((n for n in self._ran_in(ROOT, _F) if first[n] < began), _FARTHER)
             inside, outside = (pattern(self.module), _F), (pattern(self._container()), _F)
             for caller in self._code.entered_by(number, inside, outside):
@@ -307,7 +307,7 @@ class Suspects:
             # Gradients have the dtype of the buffers that they are accumulated in.
             self._part(_G, 0.3, 1.0)
             return
-        # If most are right, it is less likely what reduces all, which knows none without marks.
+        # Less likely if most are right, and even less without a mark on this parameter.
         is_partial = self.few and self._cause is Cause.PARTIAL
         is_unknown = is_partial and not self._sources.calls.marks.get(pattern(self._verdict.name))
         self._part(_G, (0.4 if is_unknown else 0.6) if self.few else 1.0, 0.6)
@@ -379,9 +379,9 @@ class Suspects:
         self._part(Phase.OPTIMIZER, 0.2)
 
     def _logged(self) -> None:
-        """What names the number, and what ran beside the function that logs it."""
+        """What names the number, what ran beside its logging, and if few fail, what writes it."""
         name, code = self._verdict.name, self._code
-        logging_all, writing = (0.8, 1.0) if self.few else (1.0, 0.9)  # others are logged rightly
+        logging_all, writing = (0.8, 1.0) if self.few else (1.0, 0.9)
         logging: set[int] = set()
         if (logs := code.number(anchor_of(self._sources, self._verdict))) is not None:
             for context in code.contexts[logs]:

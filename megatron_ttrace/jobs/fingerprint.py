@@ -138,9 +138,12 @@ def code(script: Path, variables: set[str] | None = None) -> dict[str, str]:
     }
 
 
-def read(script: Path) -> None:
-    """Read what :func:`code` will, for forks of this process; no run begins here."""
-    _beside(script)
+def read() -> None:
+    """Read the packages that :func:`code` will, for forks of this process; no run begins here.
+
+    Each look at a file notices another version. Links to a user's folders may change, so those are
+    left to each rank.
+    """
     for folder in (_OWN, *map(_folder_of, _packages())):
         _tree(folder, set())
 

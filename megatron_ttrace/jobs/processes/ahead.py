@@ -20,7 +20,7 @@ _LIBRARIES = (
 _COMPILED = ("array", "cmath", "contextvars", "decimal", "mmap", "pickle", "queue", "uuid")
 """Imported before: the dynamic loader has one lock, so modules in C would wait for torch."""
 _IN_PYTHON_ALONE = "sympy"
-"""What torch imports, too."""
+"""Torch imports it, too."""
 
 
 def load_torch() -> None:

@@ -144,7 +144,7 @@ def preload(script: Path, *, arguments: Sequence[str] = (), on_cpu: bool = True)
         imported.remember()
         # Each version of a file is read here, not in every rank; what cannot be, a rank reports.
         with contextlib.suppress(OSError):
-            fingerprint.read(script)
+            fingerprint.read()
 
 
 @contextlib.contextmanager
