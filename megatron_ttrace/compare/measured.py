@@ -74,6 +74,11 @@ class Measured:
         return tuple(box.region for box in self.boxes)
 
     @property
+    def is_equal(self) -> bool:
+        """Whether no difference was measured."""
+        return self.unread is None and not (self.sums and (self.sums.diff or self.sums.nonfinite))
+
+    @property
     def is_part(self) -> bool:
         """Whether the rank holds some of the logical elements only."""
         return sum(box.numel for box in self.boxes) < math.prod(self.logical_shape)

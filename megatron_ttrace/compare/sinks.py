@@ -53,18 +53,23 @@ class _Keeper:
 
     These are the tensors that failed by ``tolerances``; with ``keep_all`` the others too; nothing
     without a ``writer``. ``factor`` is the expected candidate/reference ratio of a tensor.
+    ``is_early``: the tolerances are not known yet.
     """
 
     writer: TraceWriter | None
     tolerances: Tolerances | None
     factor: Callable[[TraceKey], float]
     keep_all: bool
+    is_early: bool = False
     kept: dict[TraceKey, int] = dataclasses.field(default_factory=dict)
 
-    @property
-    def waits_for_sums(self) -> bool:
-        """Whether a tensor waits for its sums before it is stored."""
-        return self.writer is not None and self.tolerances is not None
+    def is_decided(self, measured: Measured) -> bool:
+        """Whether it is known if a tensor is stored: not before its sums, and the tolerances."""
+        if self.writer is None:
+            return True
+        if self.tolerances is not None:
+            return measured.unread is None
+        return not self.is_early or measured.problem is not None or measured.is_equal
 
     def keep(
         self, measured: Measured, data: torch.Tensor, same_as: int | None = None
@@ -128,6 +133,7 @@ class CompareSink:
         same_code: bool = False,
         gradients: str = "",
         budget: Budget = _DEFAULT,
+        early: bool = False,
     ) -> None:
         """Prepare a comparison.
 
@@ -145,6 +151,8 @@ class CompareSink:
                 leave it open, as Megatron-FSDP's may.
             budget: bounds the copies that wait on a device for their verdicts; beyond that the host
                 waits for the device.
+            early: the tolerances are given later, with :meth:`judge_by`; the caller knows that
+                there is memory for copies of all tensors that are not equal.
         """
         self._measured: list[Measured] = []
         self._staged: list[_Staged] = []
@@ -159,7 +167,7 @@ class CompareSink:
         self._again: list[Measured] = []
         self._planner = Planner(reference, iteration, layout)
         self._substituter = Substituter(reference, self._planner, perturb)
-        self._keeper = _Keeper(writer, tolerances, self._planner.factor, keep_all)
+        self._keeper = _Keeper(writer, tolerances, self._planner.factor, keep_all, early)
 
     def _compare(
         self,
@@ -183,8 +191,8 @@ class CompareSink:
                 measured = match
             # 4. Record it, for the judge.
             self._add(measured)
-            # 5. Store what failed; on a device, once that is known.
-            if measured.unread is None or not self._keeper.waits_for_sums:
+            # 5. Store what failed, once that is known.
+            if self._keeper.is_decided(measured):
                 kept = self._keeper.keep(measured, data, kept)
             else:
                 staged = data.detach().clone() if staged is None else staged
@@ -208,6 +216,10 @@ class CompareSink:
             return ""
         return f"{str(dtype).removeprefix('torch.')}, in the reference {theirs}"
 
+    def judge_by(self, tolerances: Tolerances) -> None:
+        """Go on with tolerances that were not known before."""
+        self._tolerances = self._keeper.tolerances = tolerances
+
     @property
     def measured(self) -> list[Measured]:
         """All findings. Waits for a device that still has sums of them."""
@@ -217,7 +229,7 @@ class CompareSink:
     def _stage(self, staged: _Staged) -> None:
         self._staged.append(staged)
         self._staged_bytes += staged.data.nbytes if staged.first is None else 0
-        if self._staged_bytes > self._most_staged:
+        if self._staged_bytes > self._most_staged and self._tolerances is not None:
             self._settle()
 
     def _settle(self) -> None:
@@ -297,7 +309,7 @@ class CompareSink:
             return
         measured = dataclasses.replace(known, key=key)
         self._add(measured)
-        if measured.unread is None or not self._keeper.waits_for_sums:
+        if self._keeper.is_decided(measured):
             self._keeper.keep_again(earlier, measured, data)
         else:
             self._stage(_Staged(len(self._measured) - 1, data.detach(), first=earlier))
@@ -314,7 +326,7 @@ class CompareSink:
         first = self._by_key.get(key)
         if first is None or first.sums is None or first.partial_over:
             return
-        if self._isolate or self._tolerances is None:
+        if self._isolate or (self._tolerances is None and not self._keeper.is_early):
             return
         data = self._planner.oriented(key, data)
         for match in self._planner.plan(key, tuple(data.shape), known):

@@ -50,7 +50,7 @@ from megatron_ttrace.saved.conclusion import Answer, prepare, publish
 from megatron_ttrace.trace import cleaning, mapped, owned, shared
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Batch, Share
-from megatron_ttrace.trace.errors import ExitCode
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.executed import Edits
 from megatron_ttrace.trace.records import Result, TraceKey
 from megatron_ttrace.trace.start import StartValues
@@ -207,6 +207,9 @@ class CandidateSession:
                 self.comparison.initial(block.first, self._initial)
             self._rehearse(block, self.comparison, self._recording.step)
             self._timings["traced steps"] = time.monotonic() - self._waited - began
+            if not self.comparison.reference.is_complete:
+                self._complete()
+                self._timings["reference"] = time.monotonic() - self._ordered
             if iterations[-1] != self.settings.iterations[-1]:
                 return None
             self.finished = True
@@ -307,10 +310,10 @@ class CandidateSession:
         if self._comparison is not None:
             return
         began = time.monotonic()
-        directory, checksum = self.ranks.from_one(0, "the reference run", lambda: self._reference())
+        reference = self._early() or self._complete()
         mapped.survive()
         self._comparison = Comparison(
-            TraceReader(Path(directory), announced=checksum, budget=self.budget),
+            reference,
             TraceWriter(self.settings.directory / "candidate", dist.get_rank(), self.budget),
             budget=self.budget,
             keep_all=self.settings.saves_candidate,
@@ -318,9 +321,11 @@ class CandidateSession:
             same_code=self.settings.same_code,
             gradients=kept_in(self.args),
         )
-        if layout := reference_layout.decoded(self.comparison.reference.reference.layout):
+        if self.ranks.rank == 0:
+            launch.say_next(reference.reference)
+        if layout := reference_layout.decoded(reference.reference.layout):
             self._notice(reference_layout.notice(layout, self.args))
-        if unseen := routing.unseen(self.comparison.reference):
+        if unseen := routing.unseen(reference):
             self._notice(
                 f"{unseen[0]}: experts are chosen by code that does not ask for a replayed choice, "
                 "so where scores are equal within rounding another one may be right: in case of "
@@ -328,6 +333,34 @@ class CandidateSession:
             )
         self._timings["reference"] = time.monotonic() - self._ordered
         self._waited = time.monotonic() - began
+
+    def _early(self) -> TraceReader | None:
+        """A reference whose tensors are there, but which is not replayed yet; if all can read it.
+
+        It moves to its place when it is complete, maybe before a rank has opened it.
+        """
+
+        def announced() -> str:
+            is_usable = not (self.is_loaded or self.settings.saves_candidate)
+            return self._reference.announced() if is_usable else ""
+
+        if not (directory := self.ranks.from_one(0, "the reference run", announced)):
+            return None
+        early: TraceReader | None = None
+        with contextlib.suppress(OSError, TTraceError):
+            early = TraceReader.early(Path(directory), self.budget)
+        everywhere = self.ranks.exchange("opening the reference", lambda: early is not None)
+        return early if all(everywhere) else None
+
+    def _complete(self) -> TraceReader:
+        """The complete reference, which is waited for: opened, or the one that was read early."""
+        directory, checksum = self.ranks.from_one(
+            0, "the reference run", lambda: self._reference.complete()
+        )
+        if self._comparison is None:
+            return TraceReader(Path(directory), announced=checksum, budget=self.budget)
+        self.comparison.complete(Path(directory), checksum)
+        return self.comparison.reference
 
     def _separate(self, keys: Sequence[TraceKey]) -> dict[TraceKey, list[Share]]:
         """The losses' shares of gradients of the reference."""

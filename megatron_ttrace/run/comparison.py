@@ -4,6 +4,7 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Self
 
 from megatron_ttrace.capture.experts import can_follow
@@ -13,6 +14,7 @@ from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
+from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.mcore import fronts
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.names import Names
@@ -30,6 +32,7 @@ from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 class Comparison:
     """What one rank measures, from the first traced step to the last.
 
+    A reference that is not complete yet has no tolerances: what differs waits for :meth:`complete`.
     Failed tensors are kept with ``writer``; with ``keep_all`` the others are kept, too. With
     ``isolate`` every module is given the reference's inputs. ``same_code``: as the reference's.
     ``gradients`` is the dtype of main gradients by the settings. ``budget`` bounds the memory.
@@ -46,6 +49,8 @@ class Comparison:
     gradients: str
     budget: Budget
     _measured: list[Measured] = dataclasses.field(default_factory=list, init=False)
+    _early: list[CompareSink] = dataclasses.field(default_factory=list, init=False)
+    _tolerances: Tolerances | None = dataclasses.field(default=None, init=False)
     counted: list[Counted] = dataclasses.field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -53,7 +58,27 @@ class Comparison:
             # All ranks together keep each tensor of the reference at least once.
             space = self.reference.stored_bytes
             require_space(self.writer.directory, space, "the candidate's trace")
-        self.tolerances = tolerance.of_reference(self.reference)
+        if self.reference.is_complete:
+            self._tolerances = tolerance.of_reference(self.reference)
+
+    @property
+    def tolerances(self) -> Tolerances:
+        """The tolerances, once the reference is complete."""
+        assert self._tolerances is not None, "the reference is not complete yet"
+        return self._tolerances
+
+    def complete(self, directory: Path, checksum: str) -> None:
+        """Go on with the complete reference, which is now there.
+
+        Raises:
+            TTraceError: when it is damaged, or another one.
+        """
+        self.reference.complete(directory, checksum)
+        self._tolerances = tolerance.of_reference(self.reference)
+        for sink in self._early:
+            sink.judge_by(self._tolerances)
+            self._measured += sink.measured
+        self._early.clear()
 
     def isolated(self, writer: TraceWriter) -> Self:
         """Another one, of isolated modules, with what was measured of the loaded state."""
@@ -77,16 +102,20 @@ class Comparison:
             self.reference,
             iteration,
             layout,
-            tolerances=self.tolerances,
+            tolerances=self._tolerances,
             writer=self.writer,
             keep_all=self.keep_all,
             isolate=self.isolate,
             same_code=self.same_code,
             gradients=self.gradients,
             budget=self.budget,
+            early=self._tolerances is None,
         )
         yield sink
-        self._measured += sink.measured
+        if self._tolerances is None:
+            self._early.append(sink)
+        else:
+            self._measured += sink.measured
 
     def findings(self) -> list[Measured]:
         """Everything that was measured; closes the files.

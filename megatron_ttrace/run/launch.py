@@ -9,8 +9,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,9 +39,10 @@ from megatron_ttrace.trace import codec, owned, shared
 from megatron_ttrace.trace.errors import TTraceError, one_line
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.sealing import CHECKSUM
-from megatron_ttrace.trace.store import META, atomic_write, meta_as, read_meta, verify
+from megatron_ttrace.trace.store import META, TRACED, atomic_write, meta_as, verify
 
 ORDER = "overrides.json"
+_POLL_SECONDS = 0.005
 _LOG, _REPLAY_LOG = "reference.log", "replay.log"
 
 
@@ -109,6 +110,7 @@ class Wanted:
         started: its start if it was loaded from a checkpoint.
         origin: what starts the reference.
         cache: of references, if there is one.
+        made: the directory in which it is made, once that has begun.
     """
 
     identity: dict[str, Any]
@@ -118,20 +120,42 @@ class Wanted:
     started: Started | None
     origin: Origin
     cache: Path | None = None
+    made: list[Path] = dataclasses.field(default_factory=list)
 
 
-def order(
-    args: MegatronArguments, settings: Settings, started: Started | None
-) -> Callable[[], tuple[str, str]]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ordered:
+    """A reference that was ordered.
+
+    Attributes:
+        complete: waits for it, and returns its directory, and the checksum of the ``meta.json``
+            that was verified with all its files; or raises ``TTraceError``, when the user's
+            reference does not fit or is damaged, or making one failed.
+        made: the directory in which it is made, once that has begun: one, at most.
+        future: of ``complete``, if it is found or made in a thread of its own.
+    """
+
+    complete: Callable[[], tuple[str, str]]
+    made: Sequence[Path] = ()
+    future: Future[tuple[str, str]] | None = None
+
+    def announced(self) -> str:
+        """Where a reference is that can be compared with before it was replayed.
+
+        Waits for it; empty when it is complete, or may not be read earlier.
+        """
+        while self.future is not None and not self.future.done():
+            if self.made and (self.made[0] / TRACED).exists():
+                return str(self.made[0])
+            wait([self.future], _POLL_SECONDS)
+        return ""
+
+
+def order(args: MegatronArguments, settings: Settings, started: Started | None) -> Ordered:
     """Order a reference trace that fits this candidate. Called on rank 0 only.
 
     ``started`` is the candidate's start if it was loaded from a checkpoint. If :func:`is_apart`, it
-    is found or made at once, in a thread of its own, else when the result is called.
-
-    Returns:
-        What waits for it, and returns its directory, and the checksum of the ``meta.json`` that was
-        verified with all its files; or raises ``TTraceError``, when the user's reference does not
-        fit or is damaged, or making one failed.
+    is found or made at once, in a thread of its own, else when it is waited for.
     """
     apart = is_apart(settings)
     place = settings.directory.absolute() if apart else settings.directory
@@ -146,7 +170,7 @@ def order(
     )
     ensure, log = functools.partial(_ensure, wanted), sys.stdout
     if not apart:
-        return ensure
+        return Ordered(ensure)
 
     def ensure_apart() -> tuple[str, str]:
         print_to(log)
@@ -160,9 +184,10 @@ def order(
 
     # Nothing waits for its thread: ranks that are forks end without an interpreter's shutdown.
     try:
-        return ThreadPoolExecutor(1, "reference").submit(ensure_apart).result
+        future = ThreadPoolExecutor(1, "reference").submit(ensure_apart)
     except RuntimeError:  # a limit leaves no room for a thread
-        return ensure
+        return Ordered(ensure)
+    return Ordered(future.result, wanted.made, future)
 
 
 def is_apart(settings: Settings) -> bool:
@@ -206,14 +231,12 @@ def _ensure(wanted: Wanted) -> tuple[str, str]:
                 + "; ".join(differences[:3])
                 + ". Omit the flag to make a matching reference"
             )
-        _say_next(meta)
         return str(settings.reference), str(document[CHECKSUM])
     directory = settings.directory / "reference"
     name = fingerprint.digest(identity)
     checksum = reference_cache.obtain(
         directory, wanted.cache, name, lambda aside: _make(aside, name, wanted), settings.timeout
     )
-    _say_next(meta_as(ReferenceMeta, directory, read_meta(directory)))
     return str(directory), checksum
 
 
@@ -242,11 +265,12 @@ def _make(home: Path, name: str, wanted: Wanted) -> None:
     )
     say(f"making the reference on {where} (log: {provenance.shown(log)})")
     began = time.monotonic()
+    wanted.made.append(home)
     _run(order, wanted.origin, log, settings.timeout)
     say(f"reference made in {time.monotonic() - began:.1f} s")
 
 
-def _say_next(meta: ReferenceMeta) -> None:
+def say_next(meta: ReferenceMeta) -> None:
     """Print what follows, and how long the reference's step took."""
     where = "the reference" if meta.layout else "one device"
     took = f" ({where} took {meta.seconds:.1f} s)" if meta.seconds is not None else ""

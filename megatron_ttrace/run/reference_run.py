@@ -55,7 +55,7 @@ from megatron_ttrace.trace.findings import Loss
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.start import write_moments
-from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, announce, seal
 
 _REPORTED_SECONDS = 1.0
 """From this time on each replay is reported."""
@@ -267,11 +267,21 @@ class ReferenceSession:
             self._trace(block, writer)
             took = time.monotonic() - began
             self._seconds += took
+            self._announce()
             replays = self.settings.seeds
             times = replays or f"{tolerance.FEWEST_REPLAYS} to {tolerance.MOST_REPLAYS}"
             often = "once" if times == 1 else f"{times} times"
             _say(f"traced in {took:.1f} s; replaying {block.text} perturbed, {often}")
             return self._replayed(block, again)
+
+    def _announce(self) -> None:
+        """Let a candidate compare with a trace that is small enough before it is replayed."""
+        tensors = self._directory.glob("*.safetensors")
+        room = Budget(self.settings.memory_mb << 20).staged
+        is_whole = self.ranks.size == 1 and len(self.settings.blocks()) == 1
+        if is_whole and sum(path.stat().st_size for path in tensors) <= room:
+            meta = ReferenceMeta(loss_scales=self._loss_scales, seconds=self._seconds)
+            announce(self._directory, meta.to_json())
 
     def _begin_block(self, block: Block) -> None:
         """Set the start values; on a CPU a candidate reads those of whole moments."""

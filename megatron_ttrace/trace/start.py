@@ -45,7 +45,7 @@ class StartValues:
         """Open them. Raises ``TTraceError`` when a file is damaged."""
         self._reference = reference
         self._iteration = iteration
-        files = filter(_FILE.fullmatch, reference.meta.get("files", ()))
+        files = filter(_FILE.fullmatch, reference.files)
         self._files = {name: file for file in files for name in reference.names(file)}
 
     def parameter(

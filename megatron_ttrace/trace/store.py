@@ -9,6 +9,7 @@ Layout of a trace directory::
     tolerances.jsonl             (reference) how far perturbed replays moved each tensor
     overrides.json               (reference) the order to the run that made it
     start.0000.safetensors       (reference on a CPU) start values of moments (``trace/start.py``)
+    traced.json                  (reference) until it is complete: all tensors are there already
 
 An index line names the tensor's key and where its data is (``file``, ``tensor``), or, if the same
 tensor was seen before under another name, the line that it repeats (``same_as``). A candidate's
@@ -33,7 +34,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -54,6 +55,7 @@ __all__ = ["Entry", "TraceReader", "TraceWriter"]
 
 FORMAT = 7
 META = "meta.json"
+TRACED = "traced.json"
 _MAX_META = 64 << 20
 _WRITERS = 4
 """Threads that write what a GPU computed."""
@@ -159,8 +161,14 @@ def _write(chunk: dict[str, torch.Tensor], path: Path, awaits_gpu: bool) -> None
         save_file(chunk, temporary)
 
 
+def announce(directory: Path, meta: dict[str, Any]) -> None:
+    """Declare the tensors of a trace complete, with the meta data that is known until then."""
+    atomic_write(directory / TRACED, json.dumps(meta))
+
+
 def seal(directory: Path, meta: dict[str, Any]) -> None:
     """Declare a trace complete: ``meta.json`` with size and checksum of every file."""
+    owned.discard(directory / TRACED)
     paths = _trace_files(directory)
     files = {
         path.name: {"bytes": size, "xxh3_128": digest}
@@ -296,14 +304,15 @@ class TraceReader:
     ) -> None:
         """Open a trace.
 
-        ``sealed`` is false for one that this process is still writing. ``announced`` is the
-        checksum of the ``meta.json`` of a trace that another rank verified: then only the files
-        that are parsed are verified, else all. ``budget`` bounds the pages that stay mapped.
+        ``sealed`` is false for one that is not complete; all its tensors are there. ``announced``
+        is the checksum of the ``meta.json`` of a trace that another rank verified: then only the
+        files that are parsed are verified, else all. ``budget`` bounds the pages that stay mapped.
 
         Raises ``TTraceError`` when it is damaged, or not the one that was announced.
         """
         self.directory = directory
         self.meta: dict[str, Any] = {}
+        self._folder: int | None = None
         self._views: dict[str, MappedFile] = {}
         self._mapped, self._most_mapped = 0, budget.mapped
         self.ranks: dict[int, list[Entry]] = {}
@@ -315,8 +324,8 @@ class TraceReader:
                     "or this node sees a different directory; run the check again"
                 )
         files = self.meta["files"] if sealed else None
-        names = sorted(os.listdir(directory) if files is None else files)
-        indices = {name: match for name in names if (match := INDEX_FILE.fullmatch(name))}
+        self.files = sorted(os.listdir(directory) if files is None else files)
+        indices = {name: match for name in self.files if (match := INDEX_FILE.fullmatch(name))}
         if announced is not None:
             _verify(directory, self.meta, indices)
         for name, match in indices.items():
@@ -326,6 +335,45 @@ class TraceReader:
             for rank, entries in self.ranks.items()
             for number, entry in enumerate(entries)
         }
+
+    @classmethod
+    def early(cls, directory: Path, budget: Budget) -> Self:
+        """Open a trace that another process was heard to :func:`announce`.
+
+        It may be moved meanwhile, so that it is read through a descriptor of its directory.
+        Raises ``OSError`` or ``TTraceError`` when it was moved before, or this system has no
+        ``/proc``. Then, and later, :meth:`complete` is what makes it known by its place.
+        """
+        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            place = Path("/proc/self/fd") / str(folder)
+            reader = cls(place, sealed=False, budget=budget)
+            reader.meta = json.loads((place / TRACED).read_bytes())
+        except BaseException:
+            os.close(folder)
+            raise
+        reader._folder = folder
+        return reader
+
+    def complete(self, directory: Path, announced: str) -> None:
+        """Go on with what :meth:`early` opened as a complete trace at its place.
+
+        Raises ``TTraceError`` as when it is opened there, or when it is another one.
+        """
+        complete = TraceReader(directory, announced=announced)
+        if complete.ranks != self.ranks:
+            raise TTraceError(f"{directory} is not the trace that was read: run the check again")
+        self.directory, self.meta, self.files = directory, complete.meta, complete.files
+        self._views, self._mapped = {}, 0
+        vars(self).pop("reference", None)
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is sealed, or nobody else writes it."""
+        return self._folder is None
 
     @functools.cached_property
     def reference(self) -> ReferenceMeta:

@@ -214,6 +214,21 @@ def shared_key(rank):
     return dataclasses.replace(layout(rank, tp=2), partials={GRAD[1:]: "tp"})
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_an_output_that_may_be_a_summand(reference, tensors, early):
+    """It fails on its own, and is sketched."""
+    known = tolerances_of(reference)
+    at_once = None if early else known
+    writer = TraceWriter(reference.directory.parent / "candidate", 0)
+    sink = CompareSink(
+        reference, 1, layout(0, tp=2), tolerances=at_once, writer=writer, early=early
+    )
+    sink.tensor((OUT,), 0.5 * tensors[OUT])
+    sink.judge_by(known)
+    [found] = sink.measured
+    assert found.sketch
+
+
 @pytest.mark.parametrize(("weights", "right"), [((1.7, -0.7), True), ((1.0, 1.0), False)])
 def test_partial_sums_of_a_gradient(reference, tensors, weights, right, tmp_path):
     """Judged by their sum, in the job and from files."""
@@ -267,8 +282,11 @@ def test_isolation_hands_out_the_references_part(reference, tensors, place, of, 
     assert CompareSink(reference, 2, of, isolate=True).replace(place, data) is None
 
 
-def run_candidate(directory, reference, tensors, keep_all, ranks=2):
-    """Two tensor-parallel ranks; rank 1's output is wrong. Returns the findings."""
+def run_candidate(directory, reference, tensors, keep_all, ranks=2, early=False):
+    """Two tensor-parallel ranks; rank 1's output is wrong. Returns the findings.
+
+    ``early``: the tolerances are known afterwards.
+    """
     found = {}
     for rank in range(ranks):
         writer = TraceWriter(directory, rank)
@@ -276,9 +294,10 @@ def run_candidate(directory, reference, tensors, keep_all, ranks=2):
             reference,
             1,
             layout(rank, factor=2.0, tp=2),
-            tolerances=tolerances_of(reference),
+            tolerances=None if early else tolerances_of(reference),
             writer=writer,
             keep_all=keep_all,
+            early=early,
         )
         output = tensors[OUT].chunk(2)[rank].clone()
         output[0] += rank
@@ -292,20 +311,24 @@ def run_candidate(directory, reference, tensors, keep_all, ranks=2):
             sink.tensor(((0, Kind.OUTPUT, "unheard.of", 0),), tensors[OUT])
             sink.placed(step_level(Kind.PARAM, "other"), torch.ones(2), (2,), ())
             sink.tensor((FC1,), tensors[FC1][:5])
-        writer.close()
+        output.zero_()  # training overwrites its buffers
+        sink.judge_by(tolerances_of(reference))
         found[rank] = sink.measured
+        writer.close()
     seal(directory, {"role": "candidate"})
     return found
 
 
-def test_failed_tensors_are_kept(tmp_path, reference, tensors):
+@pytest.mark.parametrize("early", [False, True])
+def test_failed_tensors_are_kept(tmp_path, reference, tensors, early):
     """Only those, on the ranks where they failed, under all their names."""
-    run_candidate(tmp_path / "candidate", reference, tensors, keep_all=False)
+    run_candidate(tmp_path / "candidate", reference, tensors, keep_all=False, early=early)
     kept = TraceReader(tmp_path / "candidate")
     assert [entry.key for entry in kept.ranks[0]] == []
     assert [entry.key for entry in kept.ranks[1]] == [key(OUT), key(NEXT)]
     assert kept.ranks[1][1].tensor == kept.ranks[1][0].tensor
     assert kept.entry(key(OUT)).placement == "tp:Shard(0)"
+    assert kept.data(key(OUT)).any()
 
 
 def test_a_saved_candidate_measures_the_same_offline(tmp_path, reference, tensors):

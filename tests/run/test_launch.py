@@ -25,7 +25,7 @@ from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Loss
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import Kind, TraceKey
-from megatron_ttrace.trace.store import seal
+from megatron_ttrace.trace.store import announce, seal
 from tests.trace.test_files import visible
 
 NAME = "0123456789abcdef"
@@ -83,7 +83,7 @@ def test_an_order(monkeypatch: pytest.MonkeyPatch, is_apart: bool) -> None:
     monkeypatch.chdir("/")
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.delenv("ACTIVATION")
-    assert found() == ("reference", "7")
+    assert found.complete() == ("reference", "7")
     [(wanted, thread)] = carried_out
     assert (wanted.identity, wanted.overrides) == ({}, {"num_experts": 8})
     assert wanted.experts
@@ -92,6 +92,35 @@ def test_an_order(monkeypatch: pytest.MonkeyPatch, is_apart: bool) -> None:
     assert origin.command[-3:] == ("--bf16", "--ttrace-role", "reference")
     assert origin.environment["ACTIVATION"] == "gelu"
     assert (thread is threading.main_thread()) != is_apart
+
+
+def test_a_reference_that_can_be_read_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told where all tensors are while they are replayed; not of one that was found."""
+    is_read = threading.Event()
+
+    def ensure(wanted: Wanted) -> tuple[str, str]:
+        if not found:
+            return "found", "6"
+        wanted.made.append(tmp_path)
+        announce(tmp_path, {})
+        assert is_read.wait(10)
+        return "made", "7"
+
+    found: list[str] = []
+    monkeypatch.setattr(launch, "_ensure", ensure)
+    monkeypatch.setattr(launch.fingerprint, "identity", lambda *_: {})
+    monkeypatch.setattr(launch, "overrides_of", lambda _: {})
+    monkeypatch.setattr(launch, "is_apart", lambda _: True)
+    args = cast(Any, argparse.Namespace(num_experts=0))
+    assert launch.order(args, Settings(), None).announced() == ""
+    found.append("not this time")
+    ordered = launch.order(args, Settings(), None)
+    assert ordered.announced() == str(tmp_path)
+    is_read.set()
+    assert ordered.complete() == ("made", "7")
+    assert ordered.announced() == ""
 
 
 def test_an_order_that_fails(
@@ -114,7 +143,7 @@ def test_an_order_that_fails(
         contextlib.redirect_stdout(io.StringIO()) as captured,
         pytest.raises(TTraceError, match="its last lines:\n  no memory"),
     ):
-        found()
+        found.complete()
     said = "\nttrace: the reference run was killed: the check ends when the ranks have built"
     assert capsys.readouterr().out.startswith(said)
     assert not captured.getvalue()
@@ -132,7 +161,7 @@ def test_an_order_without_room_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(launch, "is_apart", lambda _: True)
     monkeypatch.setattr(threading.Thread, "start", start)
     found = launch.order(cast(Any, argparse.Namespace(num_experts=0)), Settings(), None)
-    assert found() == ("reference", "7")
+    assert found.complete() == ("reference", "7")
 
 
 def test_a_given_reference_is_looked_at_first(

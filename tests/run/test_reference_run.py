@@ -18,7 +18,9 @@ from megatron_ttrace.run.agreement import Cause, EndError
 from megatron_ttrace.run.perturb import UNPERTURBED
 from megatron_ttrace.run.reference_run import ReferenceSession
 from megatron_ttrace.run.rehearsal import Block, Rehearsal
+from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.store import TRACED, TraceReader
 from tests.trace.traces import written
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp")
@@ -47,6 +49,26 @@ class Replays(ReferenceSession):
     def made(self) -> tuple[float, ...]:
         """The distances that were found."""
         return self._replayed(Block([1], 1, cast(Any, None), lambda: None), lambda: None)[KEY].moved
+
+
+@pytest.mark.parametrize(
+    ("iterations", "ranks", "memory_mb", "is_announced"),
+    [((1, 2), 1, 512, True), ((1, 3), 1, 512, False), ((1,), 2, 512, False), ((1,), 1, 0, False)],
+)
+def test_a_trace_is_announced_before_its_replays(
+    tmp_path: Path, iterations: tuple[int, ...], ranks: int, memory_mb: int, is_announced: bool
+) -> None:
+    """If nothing follows it, and a candidate has the memory for copies of all tensors."""
+    written(tmp_path, {KEY: torch.zeros(N)})
+    session = Replays(tmp_path, None, [])
+    session.settings = Settings(iterations=iterations, memory_mb=memory_mb)
+    session.ranks = cast(Any, SimpleNamespace(size=ranks))
+    session._loss_scales, session._seconds = {"1": 8.0}, 2.0
+    session._announce()
+    assert (tmp_path / TRACED).exists() == is_announced
+    if is_announced:
+        early = TraceReader.early(tmp_path, Budget()).reference
+        assert (early.loss_scales, early.seconds) == ({"1": 8.0}, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,15 @@ from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.sealing import seal_json
-from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, read_meta, seal
+from megatron_ttrace.trace.store import (
+    TRACED,
+    Entry,
+    TraceReader,
+    TraceWriter,
+    announce,
+    read_meta,
+    seal,
+)
 from tests.trace import traces
 from tests.trace.arbitrary import arbitrary
 
@@ -87,6 +95,40 @@ def test_data_is_copied_when_it_is_added(tmp_path):
     writer.close()
     reader = TraceReader(tmp_path, sealed=False)
     assert reader.data(key()).tolist() == [1.0] * 4
+
+
+def test_a_trace_that_is_read_early(tmp_path):
+    """It is moved to its place while it is read, and known by that when it is complete."""
+    aside, place = tmp_path / "aside", tmp_path / "place"
+    writer = TraceWriter(aside, 0)
+    writer.add(entry(torch.ones(4)), torch.ones(4))
+    writer.close()
+    with pytest.raises(OSError, match=TRACED):
+        TraceReader.early(aside, Budget())
+    announce(aside, {"loss_scales": {"1": 8.0}})
+    reader = TraceReader.early(aside, Budget())
+    seal(aside, {"seconds": 2.0})
+    aside.rename(place)
+    assert reader.data(key()).tolist() == [1.0] * 4
+    assert (reader.is_complete, reader.reference.loss_scales) == (False, {"1": 8.0})
+    reader.complete(place, TraceReader(place).checksum)
+    assert (reader.is_complete, reader.reference.seconds) == (True, 2.0)
+    assert (reader.directory, reader.files) == (place, TraceReader(place).files)
+    assert reader.data(key()).tolist() == [1.0] * 4
+    assert not (place / TRACED).exists()
+
+
+def test_another_trace_than_the_one_that_was_read_early(tmp_path):
+    """It is not the one whose checksum is announced."""
+    for number in range(2):
+        writer = TraceWriter(tmp_path / str(number), 0)
+        writer.add(entry(torch.ones(4 + number)), torch.ones(4 + number))
+        writer.close()
+    announce(tmp_path / "0", {})
+    reader = TraceReader.early(tmp_path / "0", Budget())
+    seal(tmp_path / "1", {})
+    with pytest.raises(TTraceError, match="is not the trace that was read"):
+        reader.complete(tmp_path / "1", TraceReader(tmp_path / "1").checksum)
 
 
 def test_chunks_bound_the_memory(tmp_path):
