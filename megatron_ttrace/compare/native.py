@@ -99,12 +99,15 @@ def _pieces(
     than ``summed``, is copied block by block.
     """
     is_contiguous, item = candidate.is_contiguous(), candidate.itemsize
+    as_they_are = candidate.dtype == reference.dtype == summed
     if is_contiguous and reference.is_contiguous():
         layout = [(candidate.numel(), 1, 1)]
+        if as_they_are and candidate.nbytes <= _PIECE:
+            yield candidate.data_ptr(), reference.data_ptr(), layout[0], candidate.nbytes
+            return
     else:
         layout = dims(candidate, reference)
     size, *strides = layout[-1]
-    as_they_are = candidate.dtype == reference.dtype == summed
     if not as_they_are or candidate.dim() > _MOST or (size > 1 and strides != [1, 1]):
         end = 0
         for x, y in blocks(candidate, reference):

@@ -193,6 +193,7 @@ class Tolerances:
         self._compute = compute
         self._moved = moved
         self._dtypes = dtypes
+        self._known: dict[TraceKey, Tolerance] = {}
         self._pooled: dict[_Group, list[float]] = {}
         self._samples: Counter[_Group] = Counter()
         self._repeated: dict[_Group, float] = {}
@@ -227,6 +228,11 @@ class Tolerances:
 
     def of(self, key: TraceKey) -> Tolerance:
         """The tolerance of one tensor. Raises ``KeyError`` for a key the reference lacks."""
+        if key not in self._known:
+            self._known[key] = self._of(key)
+        return self._known[key]
+
+    def _of(self, key: TraceKey) -> Tolerance:
         if key.kind is Kind.ROUTING and key.index in (RoutingIndex.CHOICE, RoutingIndex.KEPT):
             # What a choice costs is bounded by its scores' error (compare/routing.py).
             return self.of(dataclasses.replace(key, index=RoutingIndex.SCORES))

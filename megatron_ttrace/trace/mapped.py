@@ -88,9 +88,14 @@ class _Mapping(mmap.mmap):
             mapping._number = library.ttrace_watch(address, size)
         return mapping
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether a truncated file reads as zeros."""
+        return self._number >= 0
+
     def __del__(self) -> None:
         library = _library()
-        if library is not None and self._number >= 0:
+        if library is not None and self.is_watched:
             library.ttrace_forget(self._number)
 
 
@@ -120,8 +125,9 @@ class MappedFile:
 
         Raises ``ValueError`` when the file has become shorter: reading it would end the process.
         """
-        if self._mapping is not None and (left := self._mapping.size()) < len(self._mapping):
-            raise ValueError(f"truncated to {left} of {len(self._mapping)} bytes while it is read")
+        mapping = self._mapping
+        if mapping and not mapping.is_watched and (left := mapping.size()) < len(mapping):
+            raise ValueError(f"truncated to {left} of {len(mapping)} bytes while it is read")
         place = self._places.pop(name, None)
         if place is not None:
             strides = [math.prod(place.shape[dim:]) for dim in range(1, len(place.shape) + 1)]
@@ -129,6 +135,15 @@ class MappedFile:
             elements = self._elements(place.dtype)
             self._tensors[name] = elements.as_strided(place.shape, strides, offset)
         return self._tensors.get(name)
+
+    def release(self) -> bool:
+        """Give back the memory of the pages that were read; false if this file is not mapped.
+
+        Its tensors stay: a page that is used again is read again.
+        """
+        if self._mapping is not None:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+        return self._mapping is not None
 
     def _elements(self, dtype: torch.dtype) -> torch.Tensor:
         """The file's bytes as elements of a dtype."""

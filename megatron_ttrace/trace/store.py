@@ -448,7 +448,7 @@ class TraceReader:
         """A tensor by the names of its file and in it, as of :meth:`tensor`; ``None`` if absent."""
         if self._mapped >= self._most_mapped:
             # A page that was read counts as memory of this process as long as its file is mapped.
-            self._views.clear()
+            self._views = {name: view for name, view in self._views.items() if view.release()}
             self._mapped = 0
         try:
             tensor = self._opened(file).get(name)
