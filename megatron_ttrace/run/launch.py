@@ -179,7 +179,7 @@ def order(args: MegatronArguments, settings: Settings, started: Started | None) 
         except Exception as error:
             # Until then nobody asks, and the last line would say that it is being made.
             reason = str(error).partition("\n")[0].partition(";")[0] or one_line(error)
-            say(f"{reason}: the check ends when the ranks have built their models")
+            say(f"{reason}: the check ends as soon as the ranks need it")
             raise
 
     # Nothing waits for its thread: ranks that are forks end without an interpreter's shutdown.

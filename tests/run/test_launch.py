@@ -144,7 +144,7 @@ def test_an_order_that_fails(
         pytest.raises(TTraceError, match="its last lines:\n  no memory"),
     ):
         found.complete()
-    said = "\nttrace: the reference run was killed: the check ends when the ranks have built"
+    said = "\nttrace: the reference run was killed: the check ends as soon as the ranks need it"
     assert capsys.readouterr().out.startswith(said)
     assert not captured.getvalue()
 
