@@ -1,43 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs from the nearest release that this package was built for, without having that.
+"""What differs from the nearest state of upstream's history, without having that.
 
 ``released.digests`` has a record for each file, each function, and the lines outside of functions
-in each file of these releases: a byte with a bit for each release that has it, and the beginning of
-a digest. ``tests/jobs/released_digests.py`` writes it.
+in each file of these states: the releases that this package was built for, and each commit of the
+main branch since the oldest one left it. ``tests/jobs/released_digests.py`` writes it.
 """
 
 import functools
 import hashlib
 import importlib.resources
+import itertools
+import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.contents import Content
 from megatron_ttrace.trace import changes
 from megatron_ttrace.trace.executed import Edit
 
 _BYTES = 5
 """Of a digest."""
+RECORD = struct.Struct(f">HH{_BYTES}s")
+"""The numbers of the first and the last of consecutive states that have what has this digest.
+
+Before the records there is a line with the names of all states, the releases first."""
+
+type _Spans = list[tuple[int, int]]
 
 
-def nearest(held: Mapping[str, Content]) -> tuple[str, list[str]]:
-    """The release that has most of these files as they are, and the names of the other files.
+def nearest(held: Mapping[str, Content]) -> tuple[int | None, list[str]]:
+    """The number of the state that has most of these files as they are, and the other files' names.
 
-    Without a name if none has half of them.
+    The first one of several; ``None`` if none has half of them.
     """
     digests = {name: digest(name, "", content.sha256) for name, content in held.items()}
-    count = Counter(release for known in digests.values() for release in _releases(known))
-    release, most = next(iter(count.most_common(1)), ("", 0))
-    others = [name for name, it in digests.items() if release not in _releases(it)]
-    return release if 2 * most > len(held) else "", others
+    changes: Counter[int] = Counter()
+    for known in digests.values():
+        for first, last in _known().get(known, ()):
+            changes[first] += 1
+            changes[last + 1] -= 1
+    counts = itertools.accumulate(changes[number] for number in range(len(states())))
+    most, number = max(((count, -number) for number, count in enumerate(counts)), default=(0, 0))
+    others = [name for name, it in digests.items() if not _has(-number, it)]
+    return -number if 2 * most > len(held) else None, others
 
 
-def edits(name: str, source: bytes, release: str) -> Iterator[Edit]:
-    """The functions of a file that are not the release's, or new."""
+def edits(name: str, source: bytes, state: int) -> Iterator[Edit]:
+    """The functions of a file that are not the state's, or new."""
     functions = changes.read(source).functions
     for function, text in texts(source):
-        if release not in _releases(digest(name, function, text)):
+        if not _has(state, digest(name, function, text)):
             whole = functions.get(function)
             line, is_seen = (whole.spans[0][0], whole.is_seen) if whole else (1, True)
             yield Edit(name, function, line, is_seen)
@@ -60,14 +72,26 @@ def digest(name: str, function: str, content: bytes) -> bytes:
     return hashlib.sha256(f"{name}\n{function}\n".encode() + content).digest()[:_BYTES]
 
 
-def _releases(known: bytes) -> list[str]:
-    """The releases that have what has this digest."""
-    bits = _known().get(known, 0)
-    return [release for bit, release in enumerate(versions.KNOWN) if bits >> bit & 1]
+def states() -> list[str]:
+    """Releases, then the beginnings of the ids of commits, the oldest first."""
+    return _data()[0].decode().split()
+
+
+def _has(state: int, known: bytes) -> bool:
+    """Whether a state has what has this digest."""
+    return any(first <= state <= last for first, last in _known().get(known, ()))
 
 
 @functools.cache
-def _known() -> dict[bytes, int]:
+def _known() -> dict[bytes, _Spans]:
+    known: dict[bytes, _Spans] = {}
+    for first, last, of in RECORD.iter_unpack(_data()[1]):
+        known.setdefault(of, []).append((first, last))
+    return known
+
+
+@functools.cache
+def _data() -> tuple[bytes, bytes]:
     data = importlib.resources.files(__package__).joinpath("released.digests").read_bytes()
-    records = (data[at : at + _BYTES + 1] for at in range(0, len(data), _BYTES + 1))
-    return {record[1:]: record[0] for record in records}
+    names, _, records = data.partition(b"\n")
+    return names, records

@@ -19,9 +19,11 @@ def test_the_installed_release():
     """All of its files are known, and none of its functions differs."""
     files = contents.python_files(CORE)
     held = {f"megatron/core/{name}": contents.content_of(path) for name, path in files.items()}
-    assert released.nearest(held) == (VERSION, [])
+    state, others = released.nearest(held)
+    name = versions.MAIN_COMMIT if VERSION == versions.MAIN else VERSION
+    assert (released.states()[state], others) == (name, [])
     source = (CORE / "utils.py").read_bytes()
-    assert list(released.edits("megatron/core/utils.py", source, VERSION)) == []
+    assert list(released.edits("megatron/core/utils.py", source, state)) == []
 
 
 def test_a_copy_without_git(tmp_path, monkeypatch):
@@ -51,4 +53,17 @@ def test_a_copy_without_git(tmp_path, monkeypatch):
 def test_no_release(names, tmp_path):
     """What has not half of any release's files is compared with none."""
     (tmp_path / "own.py").write_text("def h():\n    pass\n")
-    assert not released.nearest({n: contents.content_of(tmp_path / "own.py") for n in names})[0]
+    held = {name: contents.content_of(tmp_path / "own.py") for name in names}
+    assert released.nearest(held) == (None, names)
+
+
+def test_the_nearest_state(monkeypatch):
+    """Of which most files are as they are; what another state has counts as changed."""
+    known = {"a": (0, 9), "b": (0, 3), "c": (2, 9), "d": (7, 9), "e": (3, 3)}
+    known = {name: [span] for name, span in known.items()}
+    monkeypatch.setattr(released, "_known", lambda: known)
+    monkeypatch.setattr(released, "digest", lambda name, *_: name)
+    monkeypatch.setattr(released, "states", lambda: list(map(str, range(10))))
+    held = dict.fromkeys("abcx", contents.Content(b"", frozenset()))
+    assert released.nearest(held) == (2, ["x"])
+    assert released.nearest(held | dict.fromkeys("de", held["a"])) == (3, ["x", "d"])
