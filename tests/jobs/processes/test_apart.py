@@ -62,7 +62,7 @@ def test_its_error(tmp_path, monkeypatch, has_megatron):
         monkeypatch.setitem(sys.modules, "megatron.core", sys)
         monkeypatch.setattr(os, "fork", None)
     else:
-        monkeypatch.setattr(subprocess, "Popen", None)
+        monkeypatch.setattr(subprocess.Popen, "__init__", None)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     ours = tempfile.TemporaryDirectory(dir=tmp_path)
     words = ["compare", str(tmp_path / "absent"), "b"]
