@@ -4,9 +4,9 @@
 In a git checkout: what differs from the last release (:func:`release`). Else, in an installed wheel
 that this package was not built for: the files whose content is not what its RECORD says; in a copy
 of the same version: what differs from the wheel. Else: what differs from the nearest release or
-commit of the main branch that it knows (``jobs/released.py``). Else, or if that is too much to list: what differs from
-where the branch left the default branch of a remote, or from HEAD. Always: the user's functions
-that replace Megatron's since it was imported.
+commit of the main branch that it knows (``jobs/released.py``). Else, or if that is too much to
+list: what differs from where the branch left the default branch of a remote, or from HEAD. Always:
+the user's functions that replace Megatron's since it was imported.
 """
 
 import base64
@@ -170,13 +170,18 @@ def _files(tree: Mapping[str, Path]) -> dict[str, Path]:
 def _since_release(tree: Mapping[str, Path]) -> tuple[str, list[Edit] | None]:
     paths = _files(tree)
     held = {name: it for name, path in paths.items() if (it := contents.content_of(path))}
-    state, others = released.nearest(held)
-    if state is None or len(others) > _MOST_FILES:
-        return "", None
-    edits = (released.edits(it, paths[it].read_bytes(), state) for it in others)
+    compared = [
+        (
+            [edit for it in others for edit in released.edits(it, paths[it].read_bytes(), state)],
+            state,
+        )
+        for state, others in released.nearest(held)
+        if len(others) <= _MOST_FILES
+    ]
+    # A commit that only changed what the user changed, too, has as many files as the one before.
+    edits, state = min(compared, key=lambda it: len(it[0]), default=(None, 0))
     name = released.states()[state]
-    since = f"megatron-core {name}" if name in versions.KNOWN else name
-    return since, [edit for of_file in edits for edit in of_file]
+    return f"megatron-core {name}" if name in versions.KNOWN else name, edits
 
 
 def _since_wheel(

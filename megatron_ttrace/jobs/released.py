@@ -20,6 +20,8 @@ from megatron_ttrace.trace.executed import Edit
 
 _BYTES = 5
 """Of a digest."""
+_FEW = 9
+"""States that are compared by functions, the latest ones."""
 RECORD = struct.Struct(f">HH{_BYTES}s")
 """The numbers of the first and the last of consecutive states that have what has this digest.
 
@@ -28,31 +30,39 @@ Before the records there is a line with the names of all states, the releases fi
 type _Spans = list[tuple[int, int]]
 
 
-def nearest(held: Mapping[str, Content]) -> tuple[int | None, list[str]]:
-    """The number of the state that has most of these files as they are, and the other files' names.
+def nearest(held: Mapping[str, Content]) -> list[tuple[int, list[str]]]:
+    """The states that have most of these files as they are: number, and the other files' names.
 
-    The first one of several; ``None`` if none has half of them.
+    No more than a few; none if none has half of the files.
     """
     digests = {name: digest(name, "", content.sha256) for name, content in held.items()}
-    changes: Counter[int] = Counter()
+    edges: Counter[int] = Counter()
     for known in digests.values():
         for first, last in _known().get(known, ()):
-            changes[first] += 1
-            changes[last + 1] -= 1
-    counts = itertools.accumulate(changes[number] for number in range(len(states())))
-    most, number = max(((count, -number) for number, count in enumerate(counts)), default=(0, 0))
-    others = [name for name, it in digests.items() if not _has(-number, it)]
-    return -number if 2 * most > len(held) else None, others
+            edges[first] += 1
+            edges[last + 1] -= 1
+    counts = [*itertools.accumulate(edges[number] for number in range(len(states())))]
+    most = max(counts)
+    if 2 * most <= len(held):
+        return []
+    numbers = [number for number, count in enumerate(counts) if count == most][-_FEW:]
+    return [(it, [name for name in held if not _has(it, digests[name])]) for it in numbers]
 
 
-def edits(name: str, source: bytes, state: int) -> Iterator[Edit]:
+def edits(name: str, source: bytes, state: int) -> list[Edit]:
     """The functions of a file that are not the state's, or new."""
-    functions = changes.read(source).functions
+    return [edit for it, edit in _functions(name, source) if not _has(state, it)]
+
+
+@functools.lru_cache(maxsize=64)  # several states are asked for the same files
+def _functions(name: str, source: bytes) -> list[tuple[bytes, Edit]]:
+    """The digests of a file's functions, each with the edit if it is one."""
+    functions, found = changes.read(source).functions, []
     for function, text in texts(source):
-        if not _has(state, digest(name, function, text)):
-            whole = functions.get(function)
-            line, is_seen = (whole.spans[0][0], whole.is_seen) if whole else (1, True)
-            yield Edit(name, function, line, is_seen)
+        whole = functions.get(function)
+        line, is_seen = (whole.spans[0][0], whole.is_seen) if whole else (1, True)
+        found.append((digest(name, function, text), Edit(name, function, line, is_seen)))
+    return found
 
 
 def texts(source: bytes) -> Iterator[tuple[str, bytes]]:

@@ -19,11 +19,11 @@ def test_the_installed_release():
     """All of its files are known, and none of its functions differs."""
     files = contents.python_files(CORE)
     held = {f"megatron/core/{name}": contents.content_of(path) for name, path in files.items()}
-    state, others = released.nearest(held)
+    state, others = released.nearest(held)[-1]
     name = versions.MAIN_COMMIT if VERSION == versions.MAIN else VERSION
     assert (released.states()[state], others) == (name, [])
     source = (CORE / "utils.py").read_bytes()
-    assert list(released.edits("megatron/core/utils.py", source, state)) == []
+    assert released.edits("megatron/core/utils.py", source, state) == []
 
 
 def test_a_copy_without_git(tmp_path, monkeypatch):
@@ -54,16 +54,32 @@ def test_no_release(names, tmp_path):
     """What has not half of any release's files is compared with none."""
     (tmp_path / "own.py").write_text("def h():\n    pass\n")
     held = {name: contents.content_of(tmp_path / "own.py") for name in names}
-    assert released.nearest(held) == (None, names)
+    assert released.nearest(held) == []
 
 
-def test_the_nearest_state(monkeypatch):
-    """Of which most files are as they are; what another state has counts as changed."""
-    known = {"a": (0, 9), "b": (0, 3), "c": (2, 9), "d": (7, 9), "e": (3, 3)}
-    known = {name: [span] for name, span in known.items()}
+@pytest.fixture
+def history(monkeypatch):
+    """Ten states, and which of them have files and functions."""
+    spans = {"a": (0, 9), "b": (0, 3), "c": (2, 9), "d": (7, 9), "e": (3, 3)}
+    known = {name: [span] for name, span in spans.items()}
     monkeypatch.setattr(released, "_known", lambda: known)
     monkeypatch.setattr(released, "digest", lambda name, *_: name)
     monkeypatch.setattr(released, "states", lambda: list(map(str, range(10))))
+
+
+@pytest.mark.usefixtures("history")
+def test_the_nearest_states():
+    """Of which most files are as they are; what another state has counts as changed."""
     held = dict.fromkeys("abcx", contents.Content(b"", frozenset()))
-    assert released.nearest(held) == (2, ["x"])
-    assert released.nearest(held | dict.fromkeys("de", held["a"])) == (3, ["x", "d"])
+    assert released.nearest(held) == [(2, ["x"]), (3, ["x"])]
+    assert released.nearest(held | dict.fromkeys("de", held["a"])) == [(3, ["x", "d"])]
+
+
+def test_of_several_the_one_with_fewer_changes(tmp_path, monkeypatch):
+    """Commits in between may only have changed a file that the user changed, too."""
+    (tmp_path / "a.py").write_text("")
+    edits = {1: ["f", "g"], 2: ["f"], 3: ["f", "h"]}
+    monkeypatch.setattr(released, "nearest", lambda _: [(state, ["a.py"]) for state in edits])
+    monkeypatch.setattr(released, "edits", lambda name, source, state: edits[state])
+    monkeypatch.setattr(released, "states", lambda: ["0.19.2", "c1", "c2", "c3"])
+    assert edited._since_release({"": tmp_path}) == ("c2", ["f"])
