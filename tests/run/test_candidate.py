@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a candidate's answer is concluded."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.jobs.settings import Keep, Settings
 from megatron_ttrace.run import answer, candidate
 from megatron_ttrace.run.candidate import CandidateSession
+from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.records import Result
+from megatron_ttrace.trace.store import announce
+from tests.trace.traces import written
 
 
 @pytest.mark.parametrize(
@@ -86,3 +90,38 @@ def test_code_is_only_gathered_for_places(
     session._conclude(lambda comparison: None)
     assert gathered == asked
     assert judged == [f"ledger {number + 1}" for number in range(len(gathered))]
+
+
+@pytest.mark.parametrize(
+    ("keep", "is_loaded", "moved", "elsewhere", "is_early"),
+    [
+        (Keep.FAILED, False, False, True, True),
+        (Keep.FAILED, False, False, False, False),
+        (Keep.FAILED, False, True, True, False),
+        (Keep.ALL, False, False, True, False),
+        (Keep.FAILED, True, False, True, False),
+    ],
+    ids=["all ranks", "not all ranks", "moved", "saved", "loaded"],
+)
+def test_a_reference_that_is_read_early(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keep: Keep,
+    is_loaded: bool,
+    moved: bool,
+    elsewhere: bool,
+    is_early: bool,
+) -> None:
+    """By all ranks or none; neither for a start that was loaded nor where all tensors are kept."""
+    monkeypatch.setattr(CandidateSession, "is_loaded", is_loaded)
+    written(tmp_path / "aside", {})
+    announce(tmp_path / "aside", {})
+    session: Any = object.__new__(CandidateSession)
+    session.settings, session.budget = Settings(keep=keep), Budget()
+    directory = tmp_path / ("elsewhere" if moved else "aside")
+    session._reference = SimpleNamespace(announced=lambda: str(directory))
+    session.ranks = SimpleNamespace(
+        from_one=lambda rank, task, work: work(),
+        exchange=lambda task, work: [work(), elsewhere],
+    )
+    assert (session._early() is not None) == is_early
