@@ -167,8 +167,6 @@ class StepTap:
                 norm = self._attempt(self._sink.replace, _GRAD_NORM, torch.zeros(()))
                 with clipped_by(norm), self._tally.step():
                     result = original(*args, **kwargs)
-                # Also on a rank whose tracing failed: the others wait for it in this collective.
-                self._settle()
                 self._attempt(self._update, before or {}, result)
             return result
 
@@ -193,6 +191,9 @@ class StepTap:
         self._attempt(self._precisions)
         self._metrics(result)
         self._attempt(self._buffers, BufferIndex.AFTER)
+        # Not before: what a step does last computes with parameters as the job has them then. Also
+        # on a rank whose tracing failed: the others wait for it in this collective.
+        self._settle()
         self._attempt(self._parameters, ParamIndex.AFTER)
         return result
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step returns is captured, whatever form it has; buffers have places in the whole model."""
 
+import functools
 from argparse import Namespace
 from typing import Any
 
@@ -101,3 +102,14 @@ def test_a_step_of_the_jobs_own() -> None:
     tap = StepTap(traced, Sink(), [0], lambda error: None, lambda: None)  # type: ignore[arg-type]
     tap.run(lambda: optimizer.step())
     assert (steps, optimizer.step) == ([1], step)
+
+
+def test_a_step_is_not_helped() -> None:
+    """Parameters are gathered for the check when the step has ended, not for what it does last."""
+    order: list[str] = []
+    model, optimizer = torch.nn.Linear(1, 1), Namespace(step=lambda: order.append("updated"))
+    traced = TracedModel([model], [canonical_names(model)], optimizer, SINGLE)
+    gather = functools.partial(order.append, "gathered")
+    tap = StepTap(traced, Sink(), [0], lambda error: None, gather)  # type: ignore[arg-type]
+    tap.run(lambda: (optimizer.step(), order.append("used")))
+    assert order == ["updated", "used", "gathered"]
