@@ -241,10 +241,12 @@ class Outcomes:
         metrics |= {name: True for name, kind in self._passed if kind is Kind.METRIC}
         return {name: right for name, right in metrics.items() if "loss" in name.split("_")}
 
-    def is_right(self, context: Context) -> bool:
-        """Whether all that a module made in a pass of the step is right."""
-        module, phase = context
-        return any((module, kind) in self._passed for kind in _SHOWN_BY.get(phase, ()))
+    def count(self, contexts: Collection[Context], kind: Kind) -> tuple[int, int]:
+        """In how many all that a module made is right; if gradients are wrong, where these are."""
+        wrong = [it for it in contexts if kind is Kind.MAIN_GRAD and self.failed(kind, it[0])]
+        others = [it for it in contexts if it not in wrong]
+        made = ([(module, of) for of in _SHOWN_BY.get(phase, ())] for module, phase in others)
+        return sum(not self._passed.isdisjoint(keys) for keys in made), len(wrong)
 
     def failed(self, kind: Kind, module: str) -> bool:
         """Whether a tensor of a kind of a module's own parameters fails."""

@@ -247,9 +247,10 @@ class _Judge:
 
     def _score(self, number: int) -> float:
         contexts = self._code.contexts[number] - self._passed_before
-        right = sum(map(self._outcomes.is_right, contexts)) * (not self._of_loss)
+        right, wrong = self._outcomes.count(contexts, self._verdict.kind)
+        right *= not self._of_loss
         # What was computed from something wrong is neither right nor wrong.
-        passed = right + 0.5 * max(0, len(contexts) - 1 - right)
+        passed = right + 0.5 * max(0, len(contexts) - max(1, wrong) - right)
         # There is more to be wrong in a long function.
         prior = 0.15 * math.log2(max(2.0, self._code.functions[number].size / 32))
         points = prior + sum(self._suspects.clues[number].values())
@@ -339,8 +340,7 @@ class _Judge:
     def _communication(self) -> None:
         """For what leads to a collective that the finding is about, or to any if there is none."""
         kind, weights = self._verdict.kind, self._suspects.weights
-        gathers: set[int] = set()
-        reduces: set[int] = set()
+        gathers, reduces = set[int](), set[int]()
         sizes: Counter[str] = Counter()
         for call in self._ledger.collectives:
             if call.direction is Phase.GRADIENTS and self._fits(call):

@@ -45,7 +45,7 @@ OF_PARAMETERS = {
     *(Kind.INITIAL, Kind.LOADED, Kind.PARAM, Kind.MAIN_GRAD, Kind.COUNTED, Kind.BUFFER),
     *(Kind.HYPERPARAMETERS, Kind.PARAM_DELTA, *MOMENTS),
 }
-_MISPLACED = (Cause.LAYERS, Cause.LAYER_NUMBERS)
+_HELD = (Cause.LAYERS, Cause.LAYER_NUMBERS, Cause.FROZEN, Cause.THAWED)
 FEW = 0.5
 """Share of the tensors of a kind."""
 _INSIDE = 0.3
@@ -185,12 +185,12 @@ class Suspects:
         few = self.few or not (verdict.kind is Kind.INITIAL or verdict.verdict is Outcome.SHAPE)
         self._built(self._owner, 1.0 if few else 0.5)
         self._built(self.module, 1.0 if few else 0.5)
-        is_misplaced = self._cause in _MISPLACED
+        is_held = self._cause in _HELD
         for distance, outer in enumerate(around(self._owner), 1):
             farther = (1.0 if few else 0.5) * _FARTHER**distance
-            self._built(outer, 1.0 if is_misplaced else farther, whole=is_misplaced)
-        if is_misplaced:
-            # The model itself may choose its layers.
+            self._built(outer, 1.0 if is_held else farther, whole=is_held)
+        if is_held:
+            # The model itself may choose, or freeze, its layers.
             self._built(ROOT, 1.0)
         self._part(_G, 0.0, 0.4 if few else 1.0)
         self._part(Phase.OPTIMIZER, 0.0, 0.4)

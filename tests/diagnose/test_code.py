@@ -88,11 +88,16 @@ def test_outcomes() -> None:
             judged(Kind.OUTPUT, "c", Outcome.UNCHECKED),
         ]
     )
-    right = [outcomes.is_right((f"{name}", Phase.FORWARD)) for name in ("layers.*.a", "layers.*.b")]
-    assert right == [False, True]
-    assert not outcomes.is_right(("c", Phase.FORWARD))
-    assert not outcomes.is_right(("layers.*.b", Phase.BACKWARD))
+    for name, is_right in (("layers.*.a", False), ("layers.*.b", True), ("c", False)):
+        assert outcomes.count([(name, Phase.FORWARD)], Kind.OUTPUT) == (is_right, 0)
+    assert outcomes.count([("layers.*.b", Phase.BACKWARD)], Kind.OUTPUT) == (0, 0)
     assert (outcomes.share(Kind.OUTPUT), outcomes.share(Kind.MAIN_GRAD)) == (0.5, 0.0)
+    # A module that makes the right gradient of its input, and a wrong one of its weight.
+    failed = Outcomes(
+        [judged(Kind.GRAD_INPUT, "a"), judged(Kind.MAIN_GRAD, "a.w", Outcome.DIVERGED)]
+    )
+    assert failed.count([("a", Phase.BACKWARD)], Kind.MAIN_GRAD) == (0, 1)
+    assert failed.count([("a", Phase.BACKWARD)], Kind.GRAD_INPUT) == (1, 0)
     # What is counted passes as a whole: one of all parameters.
     gradients = [judged(Kind.MAIN_GRAD, name) for name in "abcd"]
     counted = [judged(Kind.COUNTED, name, Outcome.DIVERGED) for name in "ae"]

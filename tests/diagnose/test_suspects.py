@@ -125,7 +125,7 @@ CONSTRUCTORS = "Linear.__init__", "Buffer.__init__"
     [
         # What froze a parameter ran while the model was built.
         (wrong(Kind.MAIN_GRAD), Finding(Cause.FROZEN), {}, "Linear.__init__", "finalize"),
-        (wrong(Kind.MAIN_GRAD), Finding(Cause.THAWED), {}, "Linear.__init__", "finalize"),
+        (wrong(Kind.MAIN_GRAD), Finding(Cause.THAWED), {}, "pipeline_layers", "finalize"),
         # What a module is given is made around it, or farther out; hardly inside.
         (wrong(Kind.INPUT, LINEAR), None, {}, OUTSIDE, INSIDE),
         (wrong(Kind.GRAD_INPUT, LINEAR, outcome=Outcome.MISSING), None, {}, OUTSIDE, INSIDE),
