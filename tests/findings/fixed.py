@@ -376,6 +376,21 @@ def precise_norm():
     common_utils._get_param_data = lambda param, *_: (param.data.float(), False)
 
 
+@FIXES["gathered-norm"].append
+def gathered_norm():
+    """Gather weights before their norm is computed."""
+    from megatron.training import training
+
+    norm = training.calc_params_l2_norm
+
+    def of_gathered(model, *args, **keywords):
+        if get_args().overlap_param_gather:
+            training.force_param_sync(model)
+        return norm(model, *args, **keywords)
+
+    training.calc_params_l2_norm = of_gathered
+
+
 @fix("transformer.moe.router:TopKRouter.get_aux_loss_coeff")
 def global_loss(coefficient, self, kind):
     """Data parallelism averages gradients: each rank's share of a sum has to be that much more."""

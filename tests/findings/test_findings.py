@@ -135,6 +135,11 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
             "--bf16 --use-distributed-optimizer --optimizer muon --log-params-norm",
         ),
         (
+            "gathered-norm",
+            f"{LLAMA} --lr 1e-2 --use-distributed-optimizer {matrix.FLAGS['overlap']} "
+            "--log-params-norm",
+        ),
+        (
             "precise-norm",
             f"{TE} --bf16 --use-distributed-optimizer --use-precision-aware-optimizer "
             "--log-params-norm --optimizer-cpu-offload --optimizer-offload-fraction 1 "

@@ -105,6 +105,12 @@ JOBS = [
         2,
         "Layer-wise optimizers: the logged norm",
     ),
+    (
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+        "--log-params-norm",
+        2,
+        "float32 and `--overlap-param-gather`",
+    ),
 ]
 DERIVED = (
     "data_parallel_size",
