@@ -209,6 +209,8 @@ class Flow(TorchDispatchMode):
     def _made_by(self, operation: str, args: Any, kwargs: Any) -> Terms:
         if "c10d" in operation:
             return self._not_known(operation)
+        if operation.endswith("_like") or operation.startswith("new_"):
+            return Counter()  # of the same shape, and nothing else
         if operation in ("zero_", "fill_", "copy_"):
             kept = args[:1] if _is_part(args[0]) else ()
             return self.of((*kept, args[1:]))

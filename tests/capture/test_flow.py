@@ -68,6 +68,8 @@ def zeros(job: Job) -> torch.Tensor:
         (lambda job: job.buffer.norm(), ALL),
         (lambda job: job.b.double().square().sum(), {"b": 1}),
         (lambda job: torch.ones(3).sum(), {}),
+        (lambda job: job.a.norm() + torch.zeros_like(job.a.norm()), {"a": 1}),
+        (lambda job: job.b.norm() + job.a.new_zeros(()), {"b": 1}),
         (lambda job: job.a.sum().zero_(), {}),
         (lambda job: torch.zeros(()).copy_(job.b.sum()), {"b": 1}),
     ],
