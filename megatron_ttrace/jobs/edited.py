@@ -5,8 +5,9 @@ In a git checkout: what differs from the last release (:func:`release`). Else, i
 that this package was not built for: the files whose content is not what its RECORD says; in a copy
 of the same version: what differs from the wheel. Else: what differs from the nearest release or
 commit of the main branch that it knows (``jobs/released.py``). Else, or if that is too much to
-list: what differs from where the branch left the default branch of a remote, or from HEAD. Always:
-the user's functions that replace Megatron's since it was imported.
+list: what differs from where the branch left the default branch of a remote, or from HEAD; without
+git, the functions that none of these has. Always: the user's functions that replace Megatron's
+since it was imported.
 """
 
 import base64
@@ -129,7 +130,7 @@ def _compared(
     found = installed(folder.parent / "core") if _BESIDE not in tree else None
     if found and found[0].version not in versions.KNOWN:
         yield f"megatron-core {found[0].version}", _since_wheel(tree, *found)
-    yield _since_release(tree)
+    yield _since_release(tree, is_tracked=is_tracked)
     if is_tracked and (base := _common(folder, "refs/remotes/*/HEAD")):
         yield base, _since_commit(tree, base)
     if is_tracked and (head := provenance.git(folder, "rev-parse", "--short=12", "HEAD")):
@@ -167,21 +168,24 @@ def _files(tree: Mapping[str, Path]) -> dict[str, Path]:
     }
 
 
-def _since_release(tree: Mapping[str, Path]) -> tuple[str, list[Edit] | None]:
+def _since_release(tree: Mapping[str, Path], *, is_tracked: bool) -> tuple[str, list[Edit] | None]:
     paths = _files(tree)
     held = {name: it for name, path in paths.items() if (it := contents.content_of(path))}
-    compared = [
-        (
-            [edit for it in others for edit in released.edits(it, paths[it].read_bytes(), state)],
-            state,
-        )
-        for state, others in released.nearest(held)
-        if len(others) <= _MOST_FILES
-    ]
+    compared: list[tuple[list[Edit], int]] = []
+    for state, others in released.nearest(held):
+        sources = [(name, paths[name].read_bytes()) for name in others]
+        if len(others) <= _MOST_FILES:
+            found = [released.edits(*source, state) for source in sources]
+        elif is_tracked:
+            continue
+        else:  # it is of a commit after all of these
+            found = [released.unknown(*source) for source in sources]
+        compared.append(([edit for of_file in found for edit in of_file], state))
     # A commit that only changed what the user changed, too, has as many files as the one before.
     edits, state = min(compared, key=lambda it: len(it[0]), default=(None, 0))
     name = released.states()[state]
-    return f"megatron-core {name}" if name in versions.KNOWN else name, edits
+    is_short = edits is not None and len(edits) <= _MOST
+    return f"megatron-core {name}" if name in versions.KNOWN else name, edits if is_short else None
 
 
 def _since_wheel(

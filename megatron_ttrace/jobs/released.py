@@ -54,6 +54,12 @@ def edits(name: str, source: bytes, state: int) -> list[Edit]:
     return [edit for it, edit in _functions(name, source) if not _has(state, it)]
 
 
+def unknown(name: str, source: bytes) -> list[Edit]:
+    """The functions of a file that no state has."""
+    # The other lines of a file of another commit are mostly imports.
+    return [it for known, it in _functions(name, source) if it.function and known not in _known()]
+
+
 @functools.lru_cache(maxsize=64)  # several states are asked for the same files
 def _functions(name: str, source: bytes) -> list[tuple[bytes, Edit]]:
     """The digests of a file's functions, each with the edit if it is one."""

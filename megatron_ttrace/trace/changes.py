@@ -4,6 +4,7 @@
 import ast
 import dataclasses
 import difflib
+import functools
 import hashlib
 import warnings
 from collections import defaultdict
@@ -77,6 +78,7 @@ class Change:
     parts: tuple[str, ...] = ()
 
 
+@functools.lru_cache(maxsize=1)
 def read(content: bytes) -> Source:
     """The functions of a file; none if it does not parse."""
     try:

@@ -82,4 +82,20 @@ def test_of_several_the_one_with_fewer_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(released, "nearest", lambda _: [(state, ["a.py"]) for state in edits])
     monkeypatch.setattr(released, "edits", lambda name, source, state: edits[state])
     monkeypatch.setattr(released, "states", lambda: ["0.19.2", "c1", "c2", "c3"])
-    assert edited._since_release({"": tmp_path}) == ("c2", ["f"])
+    assert edited._since_release({"": tmp_path}, is_tracked=True) == ("c2", ["f"])
+
+
+@pytest.mark.parametrize("is_tracked", [False, True])
+def test_a_copy_of_a_later_commit(tmp_path, monkeypatch, is_tracked):
+    """Too many files differ: without git, what no state has is known to differ."""
+    monkeypatch.setattr(edited, "_MOST_FILES", 0)
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    for name in ("package_info.py", "utils.py", "jit.py", "timers.py"):
+        shutil.copy(CORE / name, core)
+    source = (core / "utils.py").read_text()
+    (core / "utils.py").write_text(f"import os\n{source}\n\ndef h():\n    pass\n")
+    of_copy = edited._since_release({"megatron/core/": core}, is_tracked=is_tracked)[1]
+    line = source.count("\n") + 4
+    expected = [Edit("megatron/core/utils.py", "h", line)]
+    assert of_copy == (None if is_tracked else expected)
