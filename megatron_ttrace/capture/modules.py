@@ -260,8 +260,7 @@ class ModuleTap:
         replaced: dict[int, torch.Tensor] = {}
         tensors = [*tensors_in(value)]
         if kind is Kind.INPUT and name != ROOT:
-            floating = [(index, tensor) for index, tensor in tensors if tensor.is_floating_point()]
-            tensors = floating or tensors
+            tensors = [pair for pair in tensors if _is_number(pair[1])] or tensors
         for index, tensor in tensors:
             instead = self._see(state, kind, name, index, tensor)
             if instead is not None:
@@ -290,13 +289,14 @@ class ModuleTap:
         known: Seen | None = seen.get(tensor)
         if known is not None and known.version != tensor._version:
             known = None
+        data = _real(tensor)
         if not recomputing:
             if known is not None:
-                self._sink.repeat(known.places[0], place, tensor)
+                self._sink.repeat(known.places[0], place, data)
             else:
-                self._sink.tensor((place,), tensor)
+                self._sink.tensor((place,), data)
         elif place in runs and torch.is_grad_enabled():
-            self._sink.again(place, tensor, Remark.RECOMPUTED)
+            self._sink.again(place, data, Remark.RECOMPUTED)
         if known is not None and known.node is tensor.grad_fn:
             known.places.append(place)
         else:
@@ -317,10 +317,10 @@ class ModuleTap:
                     self._handles.append(on_gradient(tensor, hook))
         if tensor.requires_grad and not recomputing:
             state.followed.add(place)
-        values = self._sink.replace(place, tensor)
+        values = self._sink.replace(place, data)
         if values is None:
             return None
-        instead = substitute(tensor, values)
+        instead = substitute(tensor, values if data is tensor else torch.view_as_complex(values))
         # The same tensor to everyone who sees it from here on: its gradient ends in the old one's.
         seen[instead] = Seen(instead._version, known.places, instead.grad_fn)
         return instead
@@ -332,9 +332,11 @@ class ModuleTap:
         ]
         places = [place for place in known if place not in state.emitted]
         state.emitted.update(places)
+        data = _real(grad)
         if places:
-            self._sink.tensor(places, grad)
-        return self._sink.replace(known[0], grad)
+            self._sink.tensor(places, data)
+        values = self._sink.replace(known[0], data)
+        return values if values is None or data is grad else torch.view_as_complex(values)
 
 
 def on_gradient(tensor: torch.Tensor, hook: OnGradient) -> Any:
@@ -371,12 +373,39 @@ def tensors_in(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
 
     Positions count every slot, ``None`` included, so that an optional argument that is absent in
     one layout does not shift the others. Parameters (a tied head's weight) are judged elsewhere,
-    nested tensors as what a module makes of them: they have no shape that could be divided.
+    nested tensors, and those within ``torch.func.vmap``, as what a module makes of them: they have
+    no shape that could be divided. What a
+    fork's dataclass holds comes after all else, and of that no whole numbers: those are bounds of
+    packed sequences, masks and the like.
     """
-    for position, leaf in enumerate(_leaves(value)):
-        is_tensor = isinstance(leaf, torch.Tensor) and not leaf.is_nested
+    leaves = [*_leaves(value)]
+    held = [
+        part if _is_number(part) else None for leaf in leaves for part in _leaves(_fields(leaf))
+    ]
+    for position, leaf in enumerate((*leaves, *held)):
+        is_tensor = isinstance(leaf, torch.Tensor) and not (leaf.is_nested or _is_mapped(leaf))
         if is_tensor and not isinstance(leaf, torch.nn.Parameter):
             yield position, leaf
+
+
+_is_mapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def _fields(leaf: Any) -> list[Any]:
+    """What a dataclass holds; nothing of anything else."""
+    is_record = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+    fields = dataclasses.fields(leaf) if is_record else ()
+    return [getattr(leaf, field.name, None) for field in fields]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a tensor of floating or complex numbers."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as it is handed over: of complex numbers real and imaginary parts, in a last dim."""
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _leaves(value: Any) -> Iterator[Any]:
