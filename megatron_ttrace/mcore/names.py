@@ -69,30 +69,39 @@ def canonical_names(chunk: torch.nn.Module, *, expert_offset: int = 0) -> Names:
     buffers: dict[str, torch.Tensor] = {}
     spans = {""}
     numbered: set[str] = set()
+    beside: dict[torch.nn.Module, dict[str, str]] = {}
     canonical = {"": ""}
     for path, module in chunk.named_modules():
         prefix = canonical[path]
-        modules[prefix or ROOT] = module
+        # TorchScript's have no hooks: what contains them is compared.
+        if not isinstance(module, torch.jit.ScriptModule):
+            modules[prefix or ROOT] = module
         layers = _numbered_layers(module)
+        beside.update(_beside_layers(module))
+        first = expert_offset if _are_experts(prefix, module, expert_offset) else 0
         # A chunk without layers has the embedding or the loss only
         # (--account-for-embedding-in-pipeline-split).
         if layers or (prefix.endswith(".layers") and not any(module.named_children())):
             spans |= _around(prefix.rpartition(".")[0])
         for local, _ in module.named_children():
-            leaf = layers.get(local) or _expert_number(prefix, local, expert_offset)
-            inner = _join(prefix, leaf)
+            leaf = layers.get(local) or beside.get(module, {}).get(local)
+            if leaf is None:
+                leaf = str(int(local) + first) if first and local.isdigit() else local
+            # What follows this sign tells the runs of a module apart.
+            inner = _join(prefix, leaf.replace("#", "%23"))
             if local in layers:
                 numbered.add(inner)
             # A model in another one may have the name of the whole.
             canonical[_join(path, local)] = f"{ROOT}_" if inner == ROOT else inner
         for leaf, parameter in module.named_parameters(recurse=False):
-            name = _join(prefix, _expert_leaf(prefix, leaf, expert_offset))
+            number = beside.get(module, {}).get(leaf)
+            name = _join(prefix, number or _expert_leaf(prefix, leaf, expert_offset))
             if name == HEAD_WEIGHT and _head_is_unused(chunk):
                 unused.append(name)
                 continue
             parameters[_tied_name(name, raw(parameter))] = parameter
         for leaf, buffer in module.named_buffers(recurse=False):
-            if buffer is not None:
+            if buffer is not None and (prefix or ROOT) in modules:
                 buffers[_join(prefix, leaf)] = buffer
     return Names(
         modules=modules,
@@ -145,22 +154,57 @@ def _numbered_layers(module: torch.nn.Module) -> dict[str, str]:
     Parts of a layer have its number, too: several in a list would have one name.
     """
     layers = {
-        leaf: str(child.layer_number - 1)  # type: ignore[operator]
+        leaf: str(number)
         for leaf, child in module.named_children()
-        if leaf.isdigit() and isinstance(getattr(child, "layer_number", None), int)
+        if leaf.isdigit() and (number := _layer_of(child)) is not None
     }
     leaves = [layers.get(leaf, leaf) for leaf, _ in module.named_children()]
     return layers if len({*leaves}) == len(leaves) else {}
+
+
+def _layer_of(module: torch.nn.Module) -> int | None:
+    """The global number, from 0, of a layer, which a fork may have wrapped in other modules.
+
+    Layers in the style of transformers have it as ``layer_idx``.
+    """
+    for name, first in (("layer_number", 1), ("layer_idx", 0)):
+        if isinstance(number := getattr(module, name, None), int):
+            return number - first
+    children = [*module.children()]
+    return _layer_of(children[0]) if len(children) == 1 else None
+
+
+def _beside_layers(module: torch.nn.Module) -> dict[torch.nn.Module, dict[str, str]]:
+    """Lists in a module that a fork fills with one module for each layer of the stage.
+
+    The layers, in a single list in the module, say which numbers these modules have.
+    """
+    kinds = torch.nn.ModuleList, torch.nn.ParameterList
+    lists = [child for child in module.children() if isinstance(child, kinds)]
+    if not lists:
+        return {}
+    layers = [numbers for each in module.modules() if (numbers := _numbered_layers(each))]
+    return {
+        each: numbers
+        for each in lists
+        for numbers in (layers if len(layers) == 1 else ())
+        if [name for name, _ in (*each.named_children(), *each._parameters.items())] == [*numbers]
+    }
 
 
 def _join(prefix: str, leaf: str) -> str:
     return f"{prefix}.{leaf}" if prefix else leaf
 
 
-def _expert_number(prefix: str, leaf: str, expert_offset: int) -> str:
-    """``0`` in a list of experts is the rank's first expert."""
-    is_expert = leaf.isdigit() and prefix.endswith("local_experts")
-    return str(int(leaf) + expert_offset) if is_expert else leaf
+def are_own_experts(name: str, module: torch.nn.Module) -> bool:
+    """Whether a module is a fork's own list of experts."""
+    return isinstance(module, torch.nn.ModuleList) and name.endswith(".experts")
+
+
+def _are_experts(prefix: str, module: torch.nn.Module, expert_offset: int) -> bool:
+    """Whether ``0`` in a list is the rank's first expert: in a fork's own, if no rank has all."""
+    own = are_own_experts(prefix, module) and len(module) <= expert_offset  # type: ignore[arg-type]
+    return own or prefix.endswith("local_experts")
 
 
 def _expert_leaf(prefix: str, leaf: str, expert_offset: int) -> str:

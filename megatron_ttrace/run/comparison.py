@@ -17,7 +17,7 @@ from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.mcore import fronts
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.mcore.names import Names, are_own_experts
 from megatron_ttrace.mcore.partials import partials
 from megatron_ttrace.mcore.stacked import head_rows, stacked_outputs
 from megatron_ttrace.placement.mesh import Mesh
@@ -178,11 +178,13 @@ def gradient_factor(args: MegatronArguments, mesh: Mesh) -> float:
 def dispatcher(chunks: Iterable[Names], args: MegatronArguments) -> str:
     """How tokens reach their experts; empty without experts.
 
-    By the option, or the class of a fork's own dispatcher, whatever option that stands for.
+    By the option, or the class of a fork's own dispatcher, whatever option that stands for; a list
+    of experts is a fork's own, too.
     """
     if not args.num_experts:
         return ""
-    layers = [module for names in chunks for module in names.modules.values()]
-    kinds = [getattr(each, "token_dispatcher", None) for each in layers if not can_follow(each)]
-    own = (type(kind).__name__ for kind in kinds if kind is not None)
-    return next(own, str(args.moe_token_dispatcher_type))
+    modules = [item for names in chunks for item in names.modules.items()]
+    kinds = [getattr(each, "token_dispatcher", None) for _, each in modules if not can_follow(each)]
+    own = [type(kind).__name__ for kind in kinds if kind is not None]
+    own += [type(each).__name__ for name, each in modules if are_own_experts(name, each)]
+    return next(iter(own), str(args.moe_token_dispatcher_type))

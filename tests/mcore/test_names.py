@@ -223,3 +223,60 @@ def test_the_installed_megatrons_wrappers_are_known():
         any(base.__name__ == "_BaseDataParallel" for base in wrapper.__mro__)
         for wrapper in wrappers
     )
+
+
+def test_layers_that_a_fork_wraps_or_numbers_itself():
+    """The number is that of the only module inside; transformers' begins with 0."""
+    stage = Stage()
+    wrapped = (nn.ModuleDict({"layer": layer}) for layer in stage.decoder.layers)
+    stage.decoder.layers = nn.ModuleList(wrapped)
+    stage.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    for number, block in enumerate(stage.blocks):
+        block.layer_idx = 6 + number
+    names = canonical_names(stage)
+    layer = stage.decoder.layers[1]["layer"]
+    assert names.modules["decoder.layers.3.layer.first"] is layer.first
+    assert names.modules["blocks.7"] is stage.blocks[1]
+    assert names.layers >= {"decoder.layers.2", "decoder.layers.3", "blocks.6"}
+
+
+@pytest.mark.parametrize("holder", ["", "decoder"])
+def test_a_list_with_a_module_for_each_layer(holder):
+    """Its numbers are those of the layers of the stage; a list of another length has its own."""
+    stage = Stage()
+    owner = stage.get_submodule(holder)
+    owner.gates = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    owner.scales = nn.ParameterList([torch.ones(1), torch.ones(1)])
+    owner.streams = nn.ModuleList([nn.Linear(2, 2)] * 3)
+    names, prefix = canonical_names(stage), holder and f"{holder}."
+    assert names.modules[f"{prefix}gates.3"] is owner.gates[1]
+    assert names.parameters[f"{prefix}gates.2.weight"] is owner.gates[0].weight
+    assert names.parameters[f"{prefix}scales.3"] is owner.scales[1]
+    assert f"{prefix}streams.0" in names.modules
+    assert len(names.parameters) == len(list(stage.parameters()))
+
+
+@pytest.mark.parametrize(("count", "first"), [(2, "4"), (8, "0")])
+def test_a_forks_own_list_of_experts(count, first):
+    """Those of the rank that has experts 4 and 5 of 8, or all of them."""
+    stage = Stage()
+    stage.decoder.layers[0].mlp = nn.Module()
+    stage.decoder.layers[0].mlp.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
+    names = canonical_names(stage, expert_offset=4)
+    expert = stage.decoder.layers[0].mlp.experts[0]
+    assert names.modules[f"decoder.layers.2.mlp.experts.{first}"] is expert
+
+
+def test_names_with_the_sign_of_runs():
+    """Modules of one beginning must not be taken for runs of one module."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "a#1": nn.Linear(2, 2)})
+    assert [*canonical_names(model).parameters][::2] == ["a.weight", "a%231.weight"]
+
+
+def test_modules_of_torchscript():
+    """No hook can be registered; their parameters are compared."""
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)), nn.Linear(2, 2))
+    names = canonical_names(model)
+    assert [*names.modules] == [ROOT, "1"]
+    assert [*names.parameters] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert not [*TracedModel([model], [names], None, SINGLE).buffers()]

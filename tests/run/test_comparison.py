@@ -45,6 +45,14 @@ def test_a_forks_own_dispatcher(kinds: list[type | None], known: str) -> None:
     assert comparison.dispatcher([names], SimpleNamespace(num_experts=None)) == ""
 
 
+def test_a_forks_own_experts() -> None:
+    """A list without a dispatcher: how tokens reach these is not known either."""
+    layer = torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Identity()])})
+    names = canonical_names(torch.nn.ModuleDict({"mlp": layer}))
+    args: Any = SimpleNamespace(num_experts=4, moe_token_dispatcher_type="alltoall")
+    assert comparison.dispatcher([names], args) == "ModuleList"
+
+
 def test_routers_whose_choice_is_not_seen() -> None:
     """Their experts get tokens, and nothing asked which."""
     seen = ["decoder.layers.0.mlp.router", "decoder.layers.2.mlp.router"]
