@@ -8,6 +8,7 @@ only numbers, containers and tensors that were there are what they were.
 
 import copy
 import functools
+import math
 import numbers
 import sys
 import sysconfig
@@ -24,7 +25,7 @@ _CONTAINERS = (list, dict, set, deque, Counter, defaultdict)
 _MOST = 1000
 """Items of a container, ..."""
 _LARGEST = 1 << 16
-"""... and elements of a tensor; larger ones are left alone."""
+"""... and elements of a tensor, or of those in a container; larger ones are left alone."""
 _MISSING = object()
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
 _MANAGED = ("transformer_engine.", "megatron_ttrace.")
@@ -43,7 +44,13 @@ class PlainState:
         """Copy it."""
         modules = [module for chunk in chunks for module in unwrap(chunk).modules()]
         self._modules = [_Kept(module) for module in modules if not _is_managed(module)]
-        self._others = [_Kept(other) for other in (*others, *_users_modules(len(sys.modules)))]
+        users = _users_modules(len(sys.modules))
+        # Megatron's own objects (configurations, dispatchers) belong to states that are not plain.
+        names = {m.__name__ for m in users if m.__name__.partition(".")[0] != "megatron"}
+        held = {id(v): v for m in modules for v in vars(m).values() if type(v).__module__ in names}
+        objects = (v for v in held.values() if hasattr(v, "__dict__") and v not in modules)
+        self._modules += map(_Kept, objects)
+        self._others = [_Kept(other) for other in (*others, *users)]
 
     def restore(self, *, whole: bool = False) -> None:
         """Put numbers, containers and tensors back that were there.
@@ -92,17 +99,24 @@ def _is_number(value: Any) -> bool:
     return issubclass(kind, numbers.Number) and not issubclass(kind, bool)
 
 
-def _is_plain(value: Any) -> bool:
-    if issubclass(type(value), torch.Tensor):
-        return type(value) is torch.Tensor and value.numel() <= _LARGEST and _is_there(value)
-    if type(value) in _CONTAINERS:
-        items = value.values() if isinstance(value, dict) else value
-        return len(value) <= _MOST and all(map(_is_simple, items))
-    return _is_simple(value)
+def _is_plain(value: Any, largest: float = _LARGEST) -> bool:
+    items = [*_items(value)] if type(value) in _CONTAINERS else [value]
+    tensors = [item for item in items if type(item) is torch.Tensor]
+    return (
+        len(items) <= _MOST
+        and all(map(_is_simple, items))
+        and all(map(_is_there, tensors))
+        and sum(tensor.numel() for tensor in tensors) <= largest
+    )
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 def _is_simple(value: Any) -> bool:
-    return value is None or issubclass(type(value), (numbers.Number, str, bytes))
+    kind = type(value)
+    return value is None or kind is torch.Tensor or issubclass(kind, (numbers.Number, str, bytes))
 
 
 def _is_there(tensor: torch.Tensor) -> bool:
@@ -114,14 +128,18 @@ def _is_alike(before: Any, now: Any) -> bool:
     """Whether both are numbers but no flags, containers, or tensors of one form."""
     if type(before) is type(now) and type(before) in (torch.Tensor, *_CONTAINERS):
         forms = [[getattr(v, name, None) for name in _FORM] for v in (before, now)]
-        return _is_plain(now) and forms[0] == forms[1]
+        # Memory that was empty when the run began may be large by now.
+        return _is_plain(now, math.inf) and forms[0] == forms[1]
     return _is_number(before) and _is_number(now)
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone(), value._version
-    return copy.copy(value) if type(value) in _CONTAINERS else value
+    if type(value) in _CONTAINERS:
+        before = copy.copy(value)
+        return before, [*map(_copied, _items(before))]
+    return value
 
 
 def _refill(value: Any, content: Any) -> None:
@@ -132,7 +150,10 @@ def _refill(value: Any, content: Any) -> None:
             value.detach().copy_(data)
     elif type(value) in _CONTAINERS:
         value.clear()
-        (value.update if isinstance(value, dict | set) else value.extend)(content)
+        before, contents = content
+        (value.update if isinstance(value, dict | set) else value.extend)(before)
+        for item, data in zip(_items(before), contents, strict=True):
+            _refill(item, data)
 
 
 def _rest_of(owner: Any) -> list[tuple[str, int]]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a fork counts and keeps in attributes and global variables is put back."""
 
+import sys
 import types
 from collections import deque
 from typing import Any
@@ -115,3 +116,37 @@ def test_what_is_not_alike_stays(before: Any, now: Any) -> None:
     owner.value = now
     state.restore()
     assert owner.value is now
+
+
+class Meter:
+    """Of the user's."""
+
+    count = 0
+
+
+def test_an_object_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a module counts in it; not what Megatron's classes hold."""
+    layer: Any = Layer()
+    layer.meter, layer.other = Meter(), Meter()
+    layer.other.__class__ = type("Config", (), {"__module__": "megatron.config"})
+    layer.other.count = 1
+    monkeypatch.setitem(sys.modules, "megatron.config", types.ModuleType("megatron.config"))
+    vars(sys.modules["megatron.config"])["__file__"] = "/home/me/megatron/config.py"
+    state = PlainState([torch.nn.Sequential(layer)], ())
+    layer.meter.count = layer.other.count = 2
+    state.restore(whole=True)
+    assert (layer.meter.count, layer.other.count) == (0, 2)
+
+
+@pytest.mark.parametrize("begins", [0, 1])
+def test_memory_of_segments(begins: int) -> None:
+    """Tensors in a list: a step replaces the list, or writes into one; it may have been empty."""
+    layer: Any = Layer()
+    layer.memory = memory = [torch.zeros(3)] * begins
+    state = PlainState([torch.nn.Sequential(layer)], ())
+    for tensor in memory:
+        tensor.add_(1.0)
+    layer.memory = [torch.ones(1 << 17)]
+    state.restore()
+    assert layer.memory is memory
+    assert [tensor.tolist() for tensor in memory] == [[0.0] * 3] * begins
