@@ -24,12 +24,13 @@ and what Muon orthogonalises (``rounded_momentum``).
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
+from megatron_ttrace.capture.modules import tensors_in
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.compare.tolerance import SAFETY, epsilon
 from megatron_ttrace.cpu import te
@@ -91,6 +92,16 @@ def _language_model(embedding: str) -> str:
     return embedding.rpartition(".")[0] or ROOT
 
 
+def _tables(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[torch.nn.Module]:
+    """The embeddings of a model that has none by Megatron's name."""
+    return [
+        module
+        for _, module in modules
+        if type(module).__name__.endswith("Embedding")
+        and any(weight.dim() == 2 for weight in module.parameters(recurse=False))
+    ]
+
+
 def perturb(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """``tensor * (1 +- epsilon)`` with random signs, in ``tensor``'s dtype."""
     signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8)
@@ -110,10 +121,11 @@ def split_head(
     """
 
     def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        hidden, logits = args[0] if args else kwargs["input_"], output[0]
+        hidden: Any = next((tensor for _, tensor in tensors_in((args, kwargs))), None)
+        logits: Any = next((tensor for _, tensor in tensors_in(output)), None)
         shared = kwargs.get("weight")
-        weight: torch.Tensor = module.weight if shared is None else shared
-        if hidden.dtype.itemsize != 2 or not (hidden.requires_grad and logits.requires_grad):
+        weight: Any = getattr(module, "weight", None) if shared is None else shared
+        if not _are_logits(logits, hidden, weight) or hidden.dtype.itemsize != 2:
             return
         cut = int(torch.randint(1, len(weight), (), generator=generator))
         seen: list[torch.Tensor] = []
@@ -137,6 +149,15 @@ def split_head(
     return module.register_forward_hook(after, with_kwargs=True)
 
 
+def _are_logits(logits: Any, hidden: Any, weight: Any) -> bool:
+    """Whether a head returns products with several rows of its weight: a fork's may be any."""
+    if not all(map(torch.is_tensor, (logits, hidden, weight))) or weight.dim() != 2:
+        return False
+    rows, columns = weight.shape
+    fits = (hidden.shape[-1], logits.shape[-1]) == (columns, rows)
+    return bool(fits and rows > 1 and hidden.requires_grad and logits.requires_grad)
+
+
 def step_of_loss(
     module: torch.nn.Module, generator: torch.Generator
 ) -> torch.utils.hooks.RemovableHandle:
@@ -148,7 +169,7 @@ def step_of_loss(
     """
 
     def after(module: Any, args: Any, output: Any) -> None:
-        logits = output[0]
+        logits = next((tensor for _, tensor in tensors_in(output)), None)
 
         def step(gradient: torch.Tensor) -> torch.Tensor | None:
             rows = gradient.flatten(0, -2)
@@ -159,7 +180,7 @@ def step_of_loss(
             changed[row, rows[row].abs().argmax()] *= 1 + epsilon(torch.bfloat16) / SAFETY
             return changed.view_as(gradient)
 
-        if logits.dtype == torch.float32 and logits.requires_grad:
+        if logits is not None and logits.dtype == torch.float32 and logits.requires_grad:
             logits.register_hook(step)
 
     return module.register_forward_hook(after)
@@ -204,6 +225,7 @@ def perturbed(
     named = [pair for names in chunks for pair in names.parameters.items()]
     modules = [pair for names in chunks for pair in names.modules.items()]
     losses = {_language_model(name) for name, _ in modules if _is(name, _EMBEDDING)} | {ROOT}
+    sources = [module for name, module in modules if _is(name, _EMBEDDING)] or _tables(modules)
     ends = losses if spread is None or spread.ends else set()
 
     def signs_of(name: str) -> torch.Generator:
@@ -227,7 +249,7 @@ def perturbed(
                 values.copy_(perturb(values, signs_of(name)))
     with ExitStack() as stack:
         for name, module in modules:
-            is_source = _is(name, _EMBEDDING) or isinstance(module, torch.nn.Conv2d)
+            is_source = module in sources or isinstance(module, torch.nn.Conv2d)
             if is_source or name in ends:
                 # With float32 residuals the embedding's output is float32, and its layers are not.
                 hook = functools.partial(outputs, list(module.parameters()) if is_source else ())

@@ -262,3 +262,54 @@ def test_a_float32_output_of_16_bit_weights():
     assert after.dtype == torch.float32
     changes = ((after - before) / before).abs()[before != 0]
     assert changes.max() == pytest.approx(epsilon(torch.bfloat16), rel=1e-3)
+
+
+class Critic(Head):
+    """A fork's: called by another keyword, it returns a plain tensor."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states)[0]
+
+
+@pytest.mark.parametrize(("rows", "moves"), [(1, False), (64, True)])
+def test_a_head_of_a_fork(split, rows, moves):
+    """One that returns a single number has no vocabulary to be summed in another order."""
+    words, _, above, generator = split
+    head = Critic(words.weight.detach()[:rows].clone())
+    gradients = []
+    for handle in (None, split_head(head, generator)):
+        hidden = split[1].detach().requires_grad_()
+        head(hidden_states=hidden).backward(above[:, :rows])
+        gradients.append(hidden.grad)
+        assert handle is None or handle.remove() is None
+    assert torch.equal(*gradients) is not moves
+
+
+def test_heads_without_products(split):
+    """Several layers, or what returns none of its inputs' size."""
+    _, hidden, _, generator = split
+    for head in (torch.nn.Sequential(torch.nn.Linear(8, 1)), torch.nn.Identity()):
+        split_head(head, generator)
+        step_of_loss(head, generator)
+        head.bfloat16()(hidden).sum().backward()
+
+
+def test_an_embedding_by_another_name():
+    """Without it nothing moves the forward pass in 16 bits."""
+
+    class Other(Model):
+        def __init__(self):
+            super().__init__()
+            self.wte = self.embedding
+            del self.embedding
+
+        def forward(self, ids):
+            return self.wte(ids)
+
+    ids, _ = batch()
+    model = Other().bfloat16()
+    outputs = []
+    for seed in (0, 1):
+        with perturbed([canonical_names(model)], seed):
+            outputs.append(model.wte(ids).detach())
+    assert not torch.equal(*outputs)
