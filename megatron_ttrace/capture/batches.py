@@ -7,6 +7,7 @@ the same calls in the same order, only earlier.
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -56,12 +57,26 @@ class Served:
             return []
         return [tensors_of(item) for item in self._fetched[0]]
 
-    def serve(self, change: Callable[[Any], Any] | None = None) -> None:
-        """(Re)start serving from the first microbatch, each passed through ``change``."""
+    def serve(
+        self, change: Callable[[Any], Any] | None = None, *, in_rehearsal: bool = False
+    ) -> None:
+        """(Re)start serving from the first microbatch, each passed through ``change``.
+
+        What a rehearsal reads beyond these, as a script does that takes several for a microbatch,
+        is served again, too.
+        """
         for wrapper, source, items in zip(
             self._wrappers, self._sources, self._fetched, strict=True
         ):
-            wrapper.iterable = _serve(items, source, change)
+            wrapper.iterable = _serve(
+                items, _kept(source, items) if in_rehearsal else source, change
+            )
+
+
+def _kept(source: Iterator[Any], items: list[Any]) -> Iterator[Any]:
+    for item in source:
+        items.append(item)
+        yield _copied(item)
 
 
 def _copied(item: Any) -> Any:
@@ -75,10 +90,8 @@ def _serve(
     items: list[Any], source: Iterator[Any], change: Callable[[Any], Any] | None
 ) -> Iterator[Any]:
     # A script may replace values in what it is given, or write into tensors: hand out copies.
-    for item in items:
-        own = _copied(item)
-        yield own if change is None else change(own)
-    yield from source
+    for item in itertools.chain(map(_copied, [*items]), source):
+        yield item if change is None else change(item)
 
 
 def tensors_of(item: Any) -> Batch:

@@ -81,7 +81,7 @@ class DropoutTap:
         self._microbatch, self._record, self._gather = microbatch, record, gather
         self._running: list[tuple[int, str]] = []
         self._in_order: list[_Call] = []
-        self._follows = False
+        self.follows = False
         self._device: torch.device | None = None
         self._drawn: list[list[float]] = []
         self._calls: defaultdict[tuple[int, int, str], list[_Call]] = defaultdict(list)
@@ -104,8 +104,8 @@ class DropoutTap:
 
         modules = [module for names in self._chunks for module in names.modules.values()]
         with ExitStack() as kept:
-            self._follows = any(map(quiet.drops, modules)) and runs_whole(self._chunks)
-            if self._follows:
+            self.follows = any(map(quiet.drops, modules)) and runs_whole(self._chunks)
+            if self.follows:
                 before = hooks.register_module_forward_pre_hook(self._enters)
                 kept.callback(before.remove)
                 after = hooks.register_module_forward_hook(self._leaves, always_call=True)
@@ -117,7 +117,7 @@ class DropoutTap:
     def compare(self) -> None:
         """The step is over: learn what other ranks drew. A collective of tensor-parallel ranks."""
         own = [call.number for call in self._in_order]
-        self._drawn = self._gather(own) if self._follows and self._tp > 1 else [own]
+        self._drawn = self._gather(own) if self.follows and self._tp > 1 else [own]
 
     def conclude(self) -> None:
         """Record how many elements got masks of their own, and which masks are right."""

@@ -152,6 +152,11 @@ class StepTap:
         """Whether the model also ran without gradients, which is no microbatch."""
         return self._tap.left_out
 
+    @property
+    def draws(self) -> bool:
+        """Whether random numbers were drawn instead of masks of dropout."""
+        return self._dropouts.follows
+
     def detach(self) -> None:
         """Remove what hooks :meth:`run` could not remove. Raises what prevents it."""
         self._tap.detach()

@@ -14,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.replaced import kept, replaced
+from megatron_ttrace.trace.checksum import checksum
 
 _DROPOUT_ATTRIBUTES = ("hidden_dropout", "attention_dropout", "attention_dropout_p")
 
@@ -96,15 +97,27 @@ def clipped(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
 
 
 def without_dropout(
-    chunks: Sequence[torch.nn.Module], off: float = 0.0
+    chunks: Sequence[torch.nn.Module], off: float = 0.0, drops: Callable[[], None] = lambda: None
 ) -> AbstractContextManager[None]:
     """Switch dropout off, because ranks of different layouts draw different masks.
 
     ``bias_dropout_add`` reads ``hidden_dropout`` of its layer, attention and embedding have
-    modules of ``torch.nn``, and TransformerEngine keeps ``attention_dropout``. With an
-    :class:`Off`, calls can be followed; kernels on a GPU are compiled for plain numbers.
+    modules of ``torch.nn``, and TransformerEngine keeps ``attention_dropout``. A fork's module may
+    have its probability anywhere, and give it to PyTorch's function: then ``drops`` is called.
+    With an :class:`Off`, calls can be followed; kernels on a GPU are compiled for plain numbers.
     """
-    return replaced((module, name, off) for module, name in _dropping(chunks))
+    functional = torch.nn.functional
+    dropout = functional.dropout
+
+    def switched_off(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        if p and training:
+            drops()
+        return dropout(input, p and off, training, inplace)
+
+    values = [(module, name, off) for module, name in _dropping(chunks)]
+    return replaced([*values, (functional, "dropout", switched_off)])
 
 
 def _dropping(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str]]:
@@ -210,6 +223,16 @@ def random_states_kept() -> Iterator[None]:
     finally:
         restore()
         np.random.set_state(numpy_state)
+
+
+def drawn_from() -> list[int]:
+    """Marks of the states that modules on a CPU draw random numbers from."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    states = [*tracker.get_states().values()] if tracker.is_initialized() else []
+    plain = (s.get_state() if isinstance(s, torch.Generator) else s for s in states)
+    return [*map(checksum, (torch.get_rng_state(), *plain))]
 
 
 def random_states() -> Callable[[], None]:

@@ -42,7 +42,7 @@ from megatron_ttrace.run import answer, launch, requirements
 from megatron_ttrace.run.agreement import EndError, Ranks
 from megatron_ttrace.run.comparison import Comparison, gradient_factor, layout_of
 from megatron_ttrace.run.recording import Recording
-from megatron_ttrace.run.rehearsal import Block, DataIterator, Rehearsal
+from megatron_ttrace.run.rehearsal import OWN_DROPOUT, Block, DataIterator, Rehearsal
 from megatron_ttrace.run.separation import Separation
 from megatron_ttrace.run.start import loaded
 from megatron_ttrace.run.start.handoff import Started, hand_over
@@ -143,7 +143,7 @@ class CandidateSession:
         )
         self.model = self.rehearsal.model
         if quiet.has_own_dropout(self.args, chunks):
-            self._notice("the model's own dropout is switched off in the traced steps")
+            self._notice(OWN_DROPOUT)
         for name in unknown(optimizer):
             self._notice(f"{name} is not a known optimizer: its moments are not compared")
         if not_initial := uninitialised(self.args, is_loaded=self.is_loaded):
@@ -238,8 +238,8 @@ class CandidateSession:
                 with comparison.step(iteration, layout) as sink:
                     counted = self.rehearsal.trace(step, sink, numbers, iteration, batches)
                     comparison.counted.append(counted)
-            if self.rehearsal.left_out:
-                self._notice("passes of the model without gradients are not compared")
+            for remark in self.rehearsal.remarks:
+                self._notice(remark)
 
     def _microbatch_numbers(
         self, reference: TraceReader, iteration: int, batches: Sequence[Batch]

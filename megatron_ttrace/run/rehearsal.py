@@ -34,7 +34,7 @@ from megatron_ttrace.run import low_precision
 from megatron_ttrace.run.agreement import EndError, Ranks
 from megatron_ttrace.run.start import handoff
 from megatron_ttrace.run.start.moments import awaken, prime
-from megatron_ttrace.run.start.parameters import constants_of, fill
+from megatron_ttrace.run.start.parameters import agreed, constants_of, fill
 from megatron_ttrace.trace.budget import Budget, host_room
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.copies import Copies
@@ -50,6 +50,13 @@ _INPUTS = ("tokens", "input_ids")
 _IDS = (*_INPUTS, "labels")
 _RANKS_OF_A_HOST = 8
 """At most, if the launcher does not say."""
+
+OWN_DROPOUT = "the model's own dropout is switched off in the traced steps"
+_LEFT_OUT = "passes of the model without gradients are not compared"
+_RANDOM = (
+    "the model draws random numbers in the traced steps: other layouts draw different ones, so "
+    "what depends on them differs by design; check the job without them"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,8 +175,8 @@ class Rehearsal:
         self.device = ranks.device = device_of(chunks)
         self.start: tuple[Path, float | None] | None = None
         """Where the state of a start that was loaded is, and the optimizer's step in it."""
-        self.left_out = False
-        """Whether passes without gradients were left out."""
+        self.remarks: dict[str, None] = {}
+        """What traced steps of this rank showed about the script, for the report."""
         self._args = args
         self._settings = settings
         self._ranks = ranks
@@ -178,14 +185,22 @@ class Rehearsal:
         balancing.keep_biases(chunks)
         self._buffers = Buffers(chunks)
         self._plain = self.plain()
-        parts = parts_of(chunks)
-        self._constants = constants_of(
-            (parts[p].stepped if p in parts else p, place) for p, place in self.model.places()
-        )
+        self._constants = self._agreed_constants()
         self._built_with = quiet.random_states()
         self._errors: list[str] = []
         self._copies = Copies()
         self._kept = ExitStack()
+
+    def _agreed_constants(self) -> dict[str, float]:
+        """What vectors begin with, where it is one number on all ranks that have a part."""
+        parts = parts_of(self.model.chunks)
+        found = self._ranks.exchange(
+            "looking at the initial values",
+            lambda: constants_of(
+                (parts[p].stepped if p in parts else p, place) for p, place in self.model.places()
+            ),
+        )
+        return agreed(found)
 
     def afterwards(self, work: Callable[..., Any], *args: Any) -> None:
         """Within :meth:`steps`: call ``work`` before the state is restored."""
@@ -307,9 +322,9 @@ class Rehearsal:
         """Serve fetched batches to a rehearsal, with ids that use the whole vocabulary."""
         vocabulary = getattr(self._args, "padded_vocab_size", None)
         if self._settings.init == "reveal" and vocabulary:
-            served.serve(lambda item: spread_ids(item, vocabulary))
+            served.serve(lambda item: spread_ids(item, vocabulary), in_rehearsal=True)
         else:
-            served.serve()
+            served.serve(in_rehearsal=True)
 
     def trace(
         self,
@@ -344,14 +359,18 @@ class Rehearsal:
             self._copies,
         )
         self._kept.callback(tap.detach)
-        began = self._scheduler.num_steps
+        began, states = self._scheduler.num_steps, quiet.drawn_from()
         tap.run(lambda: self.step(functools.partial(self._begin, tap, run)))
+        # Kernels on a GPU may move the states although they draw nothing.
+        if cpu.active() and not tap.draws and quiet.drawn_from() != states:
+            self.remarks[_RANDOM] = None
         samples = torch.tensor(float(self._scheduler.num_steps - began))
         sink.placed(
             (STEP_LEVEL, Kind.METRIC, "scheduled-samples", MetricIndex.VALUE), samples, (), ()
         )
         self._ranks.together("tracing", self._refuse)
-        self.left_out |= tap.left_out
+        if tap.left_out:
+            self.remarks[_LEFT_OUT] = None
         return tap.counted(iteration)
 
     def _begin(self, tap: StepTap, run: Callable[[], Any]) -> Any:
@@ -412,7 +431,8 @@ class Rehearsal:
         self._plain.restore()  # and the schedule
         kept.enter_context(quiet.one_attempt())
         off = quiet.Off() if cpu.active() else 0.0
-        kept.enter_context(quiet.without_dropout(self.model.chunks, off))
+        drops = functools.partial(self.remarks.update, {OWN_DROPOUT: None})
+        kept.enter_context(quiet.without_dropout(self.model.chunks, off, drops))
         kept.enter_context(quiet.without_options(self.model.chunks))
         kept.enter_context(quiet.without_dumps(self._args))
         if self._settings.init == "reveal":

@@ -108,7 +108,7 @@ def test_batches_may_be_changed_on_the_way():
     iterator = Wrapper(loader([]))
     served = Served(iterator, 2)
     served.serve(lambda item: {**item, "tokens": item["tokens"] + 100})
-    assert taken(iterator, 3) == [100, 101, 2]
+    assert taken(iterator, 3) == [100, 101, 102]
     served.serve()
     assert taken(iterator, 1) == [0]
     assert int(served.batches[0]["tokens"][0]) == 0
@@ -186,3 +186,16 @@ def test_a_loader_that_ends():
     with pytest.raises(TTraceError, match="ends after 2 of the 4 microbatches"):
         Served(iterator, 4)
     assert taken(iterator, 2) == [0, 1]
+
+
+def test_a_script_that_reads_further():
+    """What a rehearsal takes beyond its microbatches comes again; training reads it once."""
+    asked = []
+    iterator = Wrapper(loader(asked))
+    served = Served(iterator, 2)
+    for _ in range(2):
+        served.serve(in_rehearsal=True)
+        assert taken(iterator, 4) == [0, 1, 2, 3]
+    served.serve()
+    assert taken(iterator, 6) == [0, 1, 2, 3, 4, 5]
+    assert asked == [0, 1, 2, 3, 4, 5]

@@ -48,3 +48,23 @@ def test_a_rehearsal_dumps_nothing() -> None:
     with quiet.without_dumps(args):
         assert vars(args) == before | {"save_tokens_per_expert_interval": None}
     assert vars(args) == before
+
+
+def test_dropout_that_only_a_function_is_given() -> None:
+    """A fork's attribute may have any name; it is noticed, and masks of probability 0 are not."""
+    ones, calls = torch.ones(100), []
+    dropout = torch.nn.functional.dropout
+    for off in (0.0, quiet.Off()):
+        with quiet.without_dropout([], off, lambda: calls.append(1)):
+            assert torch.equal(torch.nn.functional.dropout(ones, 0.5), ones)
+            torch.nn.functional.dropout(ones, 0.0)
+            torch.nn.functional.dropout(ones, 0.5, training=False)
+    assert calls == [1, 1]
+    assert torch.nn.functional.dropout is dropout
+
+
+def test_random_numbers_that_were_drawn() -> None:
+    before = quiet.drawn_from()
+    assert quiet.drawn_from() == before
+    torch.rand(1)
+    assert quiet.drawn_from() != before

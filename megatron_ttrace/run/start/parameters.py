@@ -11,6 +11,7 @@ less may have no root and no logarithm.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -40,19 +41,28 @@ BIAS = 0.05
 differences between tokens, in which the common part cancels but its rounding does not."""
 
 
-def constants_of(parts: Iterable[tuple[torch.Tensor, ParameterPlace]]) -> dict[str, float]:
+def constants_of(parts: Iterable[tuple[torch.Tensor, ParameterPlace]]) -> dict[str, float | None]:
     """What vectors and numbers begin with that are neither weights nor biases, by their names.
 
-    Where it is one number, far enough from zero. ``parts`` are what this rank has of parameters.
+    ``None`` where it is not one number, far enough from zero. ``parts`` are what this rank has of
+    parameters.
     """
-    found = {}
+    found: dict[str, float | None] = {}
     for part, place in parts:
         leaf, dims = place.name.rpartition(".")[2], len(place.logical_shape)
         if dims < 2 and part.numel() and not leaf.endswith(("weight", "bias")):
             low, high = (float(end) for end in part.detach().aminmax())
-            if low == high and abs(low) > 4 * BIAS:
-                found[place.name] = low
+            found[place.name] = low if low == high and abs(low) > 4 * BIAS else None
     return found
+
+
+def agreed(ranks: Iterable[Mapping[str, float | None]]) -> dict[str, float]:
+    """Those of a whole model: what all ranks with a part of it begin with."""
+    numbers: defaultdict[str, set[float | None]] = defaultdict(set)
+    for constants in ranks:
+        for name, number in constants.items():
+            numbers[name].add(number)
+    return {n: v for n, (v, *others) in numbers.items() if v is not None and not others}
 
 
 def scale_of(
