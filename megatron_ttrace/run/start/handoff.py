@@ -149,7 +149,10 @@ def restore(model: TracedModel, directory: Path, step: float | None) -> None:
 def _assemble(reader: TraceReader, entries: list[Entry], place: ParameterPlace) -> torch.Tensor:
     if not entries or entries[0].logical_shape != place.logical_shape:
         raise TTraceError(f"the candidate's start state has no {place.name} of this shape")
-    logical = torch.zeros(place.logical_shape, dtype=torch.float32)
+    # Main weights come before or after weights of fewer bits; whole numbers may be large.
+    stored: torch.dtype = getattr(torch, entries[0].dtype)
+    dtype = torch.float32 if stored.is_floating_point and stored.itemsize < 8 else stored
+    logical = torch.zeros(place.logical_shape, dtype=dtype)
     for entry in entries:
         data = reader.tensor(entry).to(logical.dtype)
         for box in entry.boxes:

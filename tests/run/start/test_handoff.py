@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.sharded_weights import WeightPart
 from megatron_ttrace.run.start import handoff
 from megatron_ttrace.trace.errors import TTraceError
@@ -77,6 +78,19 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert float(restored_state["step"]) == 7.0
     assert handoff.steps_of(second) == 7.0
     assert torch.equal(second.buffers()[0][1], first.buffers()[0][1])
+
+
+def test_large_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a fork's buffer, as factors of a hash; float32 has room for none of them."""
+    models = [trained(monkeypatch, seed) for seed in (1, 2)]
+    for number, model in enumerate(models):
+        value = torch.tensor([2**53 + 1, 2**24 + 1 + number])
+        buffer = (ParameterPlace("factors", (2,), ()), value)
+        monkeypatch.setattr(model, "buffers", lambda buffer=buffer: [buffer])
+    handoff.write(models[0], tmp_path)
+    seal(tmp_path, {"role": "start"})
+    handoff.restore(models[1], tmp_path, None)
+    assert models[1].buffers()[0][1].tolist() == [2**53 + 1, 2**24 + 1]
 
 
 def test_a_sharded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
