@@ -35,6 +35,10 @@ anything that has trained parameters: what a pipeline stage receives always has 
 An input is *ignored* if only one of the runs passes it to its module, and all outputs that the
 module has in the microbatch pass: Megatron recomputes layers with other arguments, and inputs are
 told apart by their positions.
+
+A module that is run for *pieces* of its input, in a loop, runs another number of times where a rank
+has fewer tokens. Its runs have no counterparts if all else passes in this step: what contains it
+and its parameters' gradients among that.
 """
 
 import dataclasses
@@ -85,8 +89,8 @@ def review(
 ) -> list[Judged]:
     """The verdicts, with others on the tensors that fail by design.
 
-    What is partial or unused passes; gradients of copies, untrained ones, and inputs that are
-    ignored are unchecked.
+    What is partial or unused passes; gradients of copies, untrained ones, inputs that are ignored,
+    and modules that run for pieces are unchecked.
     ``mesh`` has the sizes of the candidate's axes, ``ledger`` its collectives. With ``isolated``,
     modules were given the reference's tensors.
     """
@@ -101,7 +105,7 @@ def review(
     if not isolated:
         rules.append(_Partial(run, mesh, ledger).instead)
     rules += [_Copied(run, reference).instead, _Untrained(reference).instead]
-    rules.append(_Ignored(verdicts).instead)
+    rules += [_Ignored(verdicts).instead, _Pieces(verdicts).instead]
     return [
         next((found for rule in rules if (found := rule(v))), v) if v.key in failed else v
         for v in verdicts
@@ -404,6 +408,43 @@ class _Ignored:
         outputs = self._outputs[failure.iteration, failure.microbatch, failure.name]
         is_right = outputs and all(outcome is Outcome.PASS for outcome in outputs)
         return failure.unchecked(Reason.IGNORED) if is_right else None
+
+
+class _Pieces:
+    """Which modules run for pieces of their input that are other ones in this layout."""
+
+    def __init__(self, verdicts: Sequence[Judged]) -> None:
+        runs: dict[tuple[int, str], set[str]] = defaultdict(set)
+        uneven: set[tuple[int, str]] = set()
+        for v in verdicts:
+            if v.kind is Kind.OUTPUT:
+                place = v.iteration, module_of(v.name)
+                runs[place].add(v.name)
+                if v.verdict in (Outcome.MISSING, Outcome.EXTRA):
+                    uneven.add(place)
+        self._modules = {place for place in uneven if len(runs[place]) > 1}
+        outputs = (v for v in verdicts if v.kind is Kind.OUTPUT)
+        passing = {(v.iteration, v.name) for v in outputs if v.verdict is Outcome.PASS}
+        self._wrong = {
+            v.iteration
+            for v in verdicts
+            if (v.verdict.is_failure and not self._is_in(v))
+            or (v.kind is Kind.MAIN_GRAD and self._is_in(v) and v.verdict is not Outcome.PASS)
+        }
+        self._wrong |= {
+            iteration
+            for iteration, module in self._modules
+            if not any((iteration, name) in passing for name in (*around(module), ROOT))
+        }
+
+    def _is_in(self, verdict: Judged) -> bool:
+        modules = (module for iteration, module in self._modules if iteration == verdict.iteration)
+        return any(is_within(verdict.name, module) for module in modules)
+
+    def instead(self, failure: Judged) -> Judged | None:
+        """Unchecked; ``None`` if anything else fails."""
+        is_harmless = failure.iteration not in self._wrong and self._is_in(failure)
+        return failure.unchecked(Reason.PIECES) if is_harmless else None
 
 
 def _itemsize(dtype: str) -> float:

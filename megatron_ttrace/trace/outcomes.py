@@ -27,6 +27,7 @@ class Reason(StrEnum):
     COPY = "copy"
     UNTRAINED = "untrained"
     IGNORED = "ignored"
+    PIECES = "pieces"
     # Of failures.
     TWIN = "twin"
     """Initial values that are bitwise equal to those of another part or parameter."""

@@ -342,6 +342,33 @@ def test_an_input_of_the_model_and_a_gradient_are_no_such_arguments(tmp_path, pl
     assert world.outcomes()[0][place] is Outcome.EXTRA
 
 
+PIECES = [(0, Kind.OUTPUT, name, 0) for name in ("head", "head#1")]
+PIECES_BACK = [(0, Kind.GRAD_OUTPUT, *place[2:]) for place in PIECES]
+LOSSES = (0, Kind.OUTPUT, ROOT, 0)
+
+
+@pytest.fixture
+def pieces(tmp_path):
+    """A head that runs for two pieces on one device, and for one on each of two ranks."""
+    places = (LAYER, *PIECES, *PIECES_BACK, LOSSES, FAR)
+    world = World(tmp_path, places, 2, cp=2)
+    for tensors in world.ranks:
+        for place in (PIECES[0], PIECES_BACK[0]):
+            tensors[place] = values(8)
+        for place in (PIECES[1], PIECES_BACK[1]):
+            del tensors[place]
+    return world
+
+
+def test_a_module_that_runs_for_pieces(pieces):
+    """Their number depends on how many tokens a rank has."""
+    outcomes, noted = pieces.outcomes()
+    for place in (*PIECES, *PIECES_BACK):
+        assert outcomes.pop(place) is Outcome.UNCHECKED
+        assert noted[place].reason is Reason.PIECES
+    assert set(outcomes.values()) == {Outcome.PASS}
+
+
 ADAPTED_BACK = (0, Kind.GRAD_OUTPUT, *ADAPTED[2:])
 STRANGER = (0, Kind.GRAD_OUTPUT, "elsewhere", 0)
 FROZEN_WEIGHT = step_level(Kind.MAIN_GRAD, "layer.frozen.weight")
@@ -367,6 +394,10 @@ FAILURES = {
     ("gathered", PART): [
         *(off(BACK, 0), off(BACK, 1), off(ADAPTER, 0), blind(BACK), blind(ADAPTER), without(BACK)),
         whole(BACK),
+    ],
+    # Anything else is wrong, or nothing shows what becomes of the runs; a gradient is blind.
+    ("pieces", PIECES[0]): [
+        *(off(LAYER, 1), off(FAR, 0), off(LOSSES, 1), without(LOSSES), blind(FAR)),
     ],
     # Something trained runs before it, the reference lacks the tensor, or a parameter has it.
     **{("frozen", place): [extra(place)] for place in (ADAPTED_BACK, STRANGER, FROZEN_WEIGHT)},
