@@ -152,6 +152,10 @@ def _read(home: Path, batches: Sequence[Microbatch]) -> list[Microbatch]:
             number = entry.key.microbatch * len(ranks) + rank
             batch = microbatches.setdefault(number, dict(constants))
             value, name = reader.tensor(entry), entry.key.name
-            is_number = isinstance(constants.get(name), int | float)
-            batch[name] = value.item() if is_number else value.clone().to(device)
+            constant = constants.get(name)
+            if isinstance(constant, int | float | list | tuple):
+                numbers = value.tolist()
+                batch[name] = tuple(numbers) if isinstance(constant, tuple) else numbers
+            else:
+                batch[name] = value.clone().to(device)
     return [microbatches[number] for number in sorted(microbatches)]

@@ -90,7 +90,8 @@ def test_samples_of_different_lengths() -> None:
 def test_numbers_of_microbatches(tmp_path: Path) -> None:
     """The reference gets those of each; its own process may have others."""
     batches = [
-        {"tokens": torch.ones(1, 2), "count": n, "share": n / 3, "last": n == 1} for n in (0, 1)
+        {"tokens": torch.ones(1, 2), "count": n, "share": n / 3, "last": n == 1, "rows": [n, 2]}
+        for n in (0, 1)
     ]
     writer = TraceWriter(tmp_path, 0)
     for number, batch in enumerate(batches):
@@ -102,6 +103,7 @@ def test_numbers_of_microbatches(tmp_path: Path) -> None:
     writer.close()
     seal(tmp_path, {"role": "batches"})
     others = {"tokens": torch.ones(1, 2), "count": 7, "share": 7.0, "last": False, "text": "b"}
+    others["rows"] = [7]
     read = own_loop._read(tmp_path, [others])
     assert [{**batch, "tokens": 0} for batch in read] == [
         {**batch, "tokens": 0, "text": "b"} for batch in batches
@@ -112,6 +114,13 @@ def test_names_that_only_look_nested() -> None:
     """They are left alone."""
     batch = {"a.values": 1, "b.offsets": 2, "c": 3}
     assert own.nested(own.flat(batch)) == batch
+
+
+def test_tensors_in_containers_are_refused() -> None:
+    """The reference would get those of its own first microbatch."""
+    for value in ({"weights": torch.ones(2)}, [torch.ones(2)]):
+        with pytest.raises(TTraceError, match=r"extra is a \w+ of tensors: give each"):
+            own.flat({"tokens": torch.ones(1, 2), "extra": value})
 
 
 def test_nested_tensors_of_other_forms_are_refused() -> None:

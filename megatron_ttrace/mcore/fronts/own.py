@@ -26,6 +26,7 @@ from megatron_ttrace.trace.checksum import checksum
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceWriter, seal
+from megatron_ttrace.trace.views import every_tensor
 
 _NEITHER = types.MappingProxyType(
     {
@@ -113,8 +114,18 @@ class OwnLoop(Front):
             writer.close()
         # Not an object collective, which would read pickles.
         digest = torch.tensor([*marks.digest()], dtype=torch.uint8, device=self._device)
-        digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
+        count = torch.tensor([len(self._batches)], device=self._device)
+        digests, counts = (
+            [torch.empty_like(each) for _ in range(dist.get_world_size())]
+            for each in (digest, count)
+        )
         dist.all_gather(digests, digest)
+        dist.all_gather(counts, count)
+        if len(numbers := {int(number) for number in counts}) > 1:
+            raise TTraceError(
+                f"megatron_ttrace.step: ranks have {' and '.join(map(str, sorted(numbers)))} "
+                "microbatches: give all of them the same number"
+            )
         content = torch.cat(digests).cpu().numpy().tobytes()
         if dist.get_rank() == 0:
             seal(home, {"role": shared.BATCHES})
@@ -142,10 +153,16 @@ def flat(batch: Mapping[str, Any]) -> dict[str, Any]:
     """A microbatch with two plain tensors for each nested one: its values and their offsets.
 
     Raises:
-        TTraceError: for a nested tensor of another form than [samples, lengths, ...].
+        TTraceError: for a nested tensor of another form than [samples, lengths, ...], and for
+            tensors in containers.
     """
     plain: dict[str, Any] = {}
     for name, value in batch.items():
+        if not torch.is_tensor(value) and every_tensor(value):
+            raise TTraceError(
+                f"megatron_ttrace.step: {name} is a {type(value).__name__} of tensors: give each "
+                "tensor of a microbatch a name of its own"
+            )
         if not (torch.is_tensor(value) and value.is_nested):
             plain[name] = value
         elif value.layout is torch.jagged and value.is_contiguous() and _is_ragged(value):
@@ -160,12 +177,18 @@ def flat(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The numbers in a microbatch, such as of tokens that its loss counts, as tensors."""
-    return {
-        name: torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-        for name, value in batch.items()
-        if isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
-    }
+    """The numbers in a microbatch, such as of tokens that its loss counts, or in its lists."""
+    found = {}
+    for name, value in batch.items():
+        items = value if isinstance(value, list | tuple) else [value]
+        if items and all(map(_is_number, items)):
+            has_fractions = any(isinstance(number, float) for number in items)
+            found[name] = torch.tensor(value, dtype=torch.float64 if has_fractions else None)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
 
 
 def nested(batch: Mapping[str, Any]) -> dict[str, Any]:
