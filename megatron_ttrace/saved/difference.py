@@ -44,6 +44,7 @@ from megatron_ttrace.trace.store import META, Entry, TraceReader, TraceWriter, r
 _ASIDE, _DAY = ".against-", 86400.0
 _NAMED = 4
 """Names of modules that a notice lists."""
+_ASKED = {"iterations traced": "iterations", "start values": "init"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,8 +194,10 @@ def in_order(first: Side, second: Side) -> tuple[Side, Side]:
 
 def require_alike(first: Side, second: Side) -> None:
     """Raise ``TTraceError`` for runs that traced other steps, or from other start values."""
-    for subject, field in (("iterations traced", "iterations"), ("start values", "init")):
-        values = [side.asked(field) for side in (first, second)]
+    sides = first, second
+    asked = {name: [side.asked(field) for side in sides] for name, field in _ASKED.items()}
+    asked["--seed"] = [(_identity(side).get("arguments") or {}).get("seed") for side in sides]
+    for subject, values in asked.items():
         if None not in values and values[0] != values[1]:
             raise TTraceError(
                 f"{first.directory} and {second.directory} differ in {subject}: {values[0]} and "

@@ -36,6 +36,7 @@ def run(
     version: str = "0.19.2",
     microbatches: int = 1,
     samples: int = 2,
+    seed: int = 1234,
     **config: object,
 ) -> Path:
     """A run of tensor-parallel ranks, which hold the rows of each tensor, and its reference.
@@ -60,7 +61,7 @@ def run(
     sizes = {key: (data.numel(), float(data.norm())) for key, data in trusted.items()}
     moves = {key: Moved(*size, (moved,)) for key, size in sizes.items()}
     write_moves(home / "reference", moves)
-    arguments = {"make_vocab_size_divisible_by": 256, "micro_batch_size": samples}
+    arguments = {"make_vocab_size_divisible_by": 256, "micro_batch_size": samples, "seed": seed}
     of_reference = ReferenceMeta(
         fingerprint=home.name,
         identity={

@@ -88,6 +88,13 @@ def test_a_reference_with_other_start_values(tmp_path):
         assert same.is_equivalent
 
 
+def test_other_seeds(tmp_path, a):
+    """Start values and the order of the data follow from the seed."""
+    b = kept.run(tmp_path / "b", kept.tensors(), seed=7)
+    with pytest.raises(TTraceError, match="differ in --seed: 1234 and 7"):
+        api.diff(a, b, output=tmp_path / "out")
+
+
 def test_what_one_run_lacks_is_named(tmp_path, a):
     """A kind, or a name, that only one has is unchecked; a single tensor is a failure."""
     more = kept.tensors()
