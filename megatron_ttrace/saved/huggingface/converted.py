@@ -36,6 +36,7 @@ _DERIVED = "rotary_emb.inv_freq"
 _LATER, _PREDICTED = "mtp.", "num_nextn_predict_layers"
 """Layers for multi-token prediction: by this name, or so many in files after the others."""
 _CONFIG = "config.json"
+_FOLLOWS = "{} is not read: it follows from other values"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,22 @@ def compare_any(a: Path, b: Path, *, weights_only: bool = False) -> Comparison:
         if checkpoint.format is not Format.SAFETENSORS:
             files = open_files(a if models[0] else b)
             return compare(files, checkpoint, swapped=models[1])
-    return checkpoints.compare(open_checkpoint(a), open_checkpoint(b), weights_only=weights_only)
+    sides = map(open_checkpoint, (a, b))
+    if not all(models):
+        return checkpoints.compare(*sides, weights_only=weights_only)
+    read = [_read_by(folder, side) for folder, side in zip((a, b), sides, strict=True)]
+    left = sorted({name for _, names in read for name in names})
+    compared = checkpoints.compare(*(side for side, _ in read), weights_only=weights_only)
+    return dataclasses.replace(compared, notices=(*compared.notices, *map(_FOLLOWS.format, left)))
+
+
+def _read_by(folder: Path, files: Checkpoint) -> tuple[Checkpoint, list[str]]:
+    """What a model reads of its files, and the names of the rest: exports need not have that."""
+    is_tied = families.read_config(folder / _CONFIG).get("tie_word_embeddings") is True
+    ends = (_DERIVED, *(("lm_head.weight",) if is_tied else ()))
+    tensors = {item: s for item, s in files.tensors.items() if not item.name.endswith(ends)}
+    left = [item.name for item in files.tensors if item not in tensors]
+    return dataclasses.replace(files, tensors=tensors), left
 
 
 def compare(files: Files, checkpoint: Checkpoint, *, swapped: bool = False) -> Comparison:
@@ -263,7 +279,7 @@ class _Conversion:
             if is_later or name.startswith(_LATER):
                 later += 1
             elif name.endswith(_DERIVED) or (name == HEAD.hf[0][0].name and self._table.sizes.tied):
-                self._notices.append(f"{name} is not read: it follows from other values")
+                self._notices.append(_FOLLOWS.format(name))
             else:
                 yield Tensor(name, self._only_hf)
         counts: Counter[Item] = Counter()

@@ -228,6 +228,25 @@ def test_what_is_not_compared(tmp_path: Path) -> None:
     assert compared.tensors[-1].name == "multi-token prediction"
 
 
+def test_two_exports_of_a_model(tmp_path: Path) -> None:
+    """One may have what follows from other values; without a tie, the head does not."""
+    config = made.CONFIGS["qwen2"]
+    state = made.files(config)
+    more = {
+        **state,
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+        "lm_head.weight": state["model.embed_tokens.weight"].clone(),
+    }
+    for tied in (True, False):
+        tying = {**config, "tie_word_embeddings": tied}
+        for name, tensors in (("a", state), ("b", more)):
+            saved(tmp_path / name, tying, tensors)
+        compared = converted.compare_any(tmp_path / "a", tmp_path / "b")
+        only = {tensor.name for tensor in compared.tensors if not tensor.same.is_same}
+        assert only == (set() if tied else {"lm_head.weight"})
+        assert len(compared.notices) == 1 + tied
+
+
 def test_layers_that_the_config_does_not_count(tmp_path: Path) -> None:
     """Those of the model, unless it predicts several tokens."""
     config = made.CONFIGS["llama"]
