@@ -70,6 +70,7 @@ def test_nothing_is_dumped(monkeypatch: pytest.MonkeyPatch) -> None:
     args = SimpleNamespace(save_wgrads_interval=1, overlap_param_gather=False)
     rehearsal = object.__new__(Rehearsal)
     rehearsal._args, rehearsal._settings = args, SimpleNamespace(init="megatron")
+    rehearsal.remarks = {}
     rehearsal.model = Mock(chunks=[], optimizer=SimpleNamespace())
     rehearsal._plain = rehearsal._ranks = Mock()
     monkeypatch.setattr(rehearsal, "plain", Mock())
