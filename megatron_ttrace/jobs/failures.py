@@ -54,6 +54,14 @@ KNOWN = (
         advice="add --dist-ckpt-optim-fully-reshardable, or train in --bf16",
     ),
     KnownFailure(
+        finding=12,
+        error=RuntimeError,
+        file="core/transformer/mlp.py",
+        function="forward",
+        when=lambda args: bool(args.num_experts and args.add_bias_linear),
+        advice="add --disable-bias-linear; a job on one rank crashes without ttrace, too",
+    ),
+    KnownFailure(
         finding=32,
         error=TypeError,
         file="training/training.py",

@@ -98,28 +98,36 @@ def test_a_known_fault(
 
 
 @pytest.mark.parametrize(
-    ("file", "function", "kind"),
+    ("file", "function", "kind", "finding"),
     [
         (
             "megatron/core/utils.py",
             "_get_batch_on_this_cp_rank_per_sequence_balancing",
             "IndexError",
+            57,
         ),
-        ("checkout/pretrain_gpt.py", "get_batch", "TypeError"),
-        ("megatron/core/transformer/attention.py", "clip_qk", "RuntimeError"),
+        ("checkout/pretrain_gpt.py", "get_batch", "TypeError", 57),
+        ("megatron/core/transformer/attention.py", "clip_qk", "RuntimeError", 57),
+        ("megatron/core/transformer/mlp.py", "forward", "RuntimeError", 12),
     ],
 )
 def test_a_crash_that_arguments_do_not_refuse(
-    megatron: Path, monkeypatch: pytest.MonkeyPatch, file: str, function: str, kind: str
+    megatron: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    function: str,
+    kind: str,
+    finding: int,
 ) -> None:
     """Of Megatron's, or of its script in any folder."""
     state = types.ModuleType("megatron.training.global_vars")
     options = {"context_parallel_size": 2, "dataloader_inter_document_masking": True, "qk_clip": 1}
+    options |= {"num_experts": 4, "add_bias_linear": True}
     state._GLOBAL_ARGS = types.SimpleNamespace(**options)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", state)
     code = f"def {function}():\n    raise {kind}('any words')\n"
     error = raised(megatron.parent / file, code, function)
-    assert failures.record_of(error, 1).finding == 57
+    assert failures.record_of(error, 1).finding == finding
 
 
 def test_known_faults_are_documented() -> None:
