@@ -26,6 +26,11 @@ class _Contents:
         self._code = [code for function in functions for code in _nested(function.__code__)]
         self._held = [(holder, {**holder}) for holder in holders]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was imported since, or imported again."""
+        return self._modules == sys.modules
+
     def modules(self) -> Iterator[str]:
         """The modules that are still imported."""
         return (name for name, module in self._modules.items() if sys.modules.get(name) is module)
@@ -52,7 +57,8 @@ _REMEMBERED: list[_Contents] = []
 
 def remember() -> None:
     """Look at Megatron's code once for all forks of this process, which look for what is new."""
-    _REMEMBERED[:] = [_Contents()]
+    if not any(contents.is_whole for contents in _REMEMBERED):
+        _REMEMBERED[:] = [_Contents()]
 
 
 def megatrons_code(known: set[str]) -> Iterator[CodeType]:

@@ -276,6 +276,22 @@ def verify(directory: Path) -> dict[str, Any]:
     return meta
 
 
+def _chosen(directory: Path, announced: str) -> dict[str, Any]:
+    """The meta data of the trace that another rank verified. Raises as :func:`read_meta`."""
+    meta = read_meta(directory)
+    if meta[CHECKSUM] != announced:
+        raise TTraceError(
+            f"{directory} is not the trace that rank 0 chose: another run has replaced it, "
+            "or this node sees a different directory; run the check again"
+        )
+    return meta
+
+
+def _indices(directory: Path, files: Iterable[str]) -> dict[str, bytes]:
+    """The contents of the index files among these."""
+    return {name: (directory / name).read_bytes() for name in files if INDEX_FILE.fullmatch(name)}
+
+
 def _verify(directory: Path, meta: dict[str, Any], names: Iterable[str]) -> None:
     paths = [directory / name for name in names]
     files = _listed(meta)
@@ -313,16 +329,12 @@ class TraceReader:
         self.directory = directory
         self.meta: dict[str, Any] = {}
         self._folder: int | None = None
+        self._parsed: dict[str, bytes] = {}
         self._views: dict[str, MappedFile] = {}
         self._mapped, self._most_mapped = 0, budget.mapped
         self.ranks: dict[int, list[Entry]] = {}
         if sealed:
-            self.meta = read_meta(directory) if announced is not None else verify(directory)
-            if announced is not None and self.checksum != announced:
-                raise TTraceError(
-                    f"{directory} is not the trace that rank 0 chose: another run has replaced it, "
-                    "or this node sees a different directory; run the check again"
-                )
+            self.meta = verify(directory) if announced is None else _chosen(directory, announced)
         files = self.meta["files"] if sealed else None
         self.files = sorted(os.listdir(directory) if files is None else files)
         indices = {name: match for name in self.files if (match := INDEX_FILE.fullmatch(name))}
@@ -349,6 +361,7 @@ class TraceReader:
             place = Path("/proc/self/fd") / str(folder)
             reader = cls(place, sealed=False, budget=budget)
             reader.meta = json.loads((place / TRACED).read_bytes())
+            reader._parsed = _indices(place, reader.files)
         except BaseException:
             os.close(folder)
             raise
@@ -360,10 +373,13 @@ class TraceReader:
 
         Raises ``TTraceError`` as when it is opened there, or when it is another one.
         """
-        complete = TraceReader(directory, announced=announced)
-        if complete.ranks != self.ranks:
+        meta = _chosen(directory, announced)
+        indices = _indices(directory, files := sorted(meta["files"]))
+        _verify(directory, meta, indices)
+        used = {entry.file for entries in self.ranks.values() for entry in entries}
+        if indices != self._parsed or not used <= {"", *files}:
             raise TTraceError(f"{directory} is not the trace that was read: run the check again")
-        self.directory, self.meta, self.files = directory, complete.meta, complete.files
+        self.directory, self.meta, self.files = directory, meta, files
         self._views, self._mapped = {}, 0
         vars(self).pop("reference", None)
         if self._folder is not None:

@@ -88,5 +88,10 @@ def test_code_that_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         module.more.__code__.co_firstlineno,
         module.Layer.Inner.within.__code__.co_firstlineno,
     ]
+    [contents] = imported._REMEMBERED
+    imported.remember()
+    assert imported._REMEMBERED == [contents]
     other = made(monkeypatch)
     assert other.plain.__code__ in [*imported.megatrons_code(set())]
+    imported.remember()
+    assert imported._REMEMBERED != [contents]
