@@ -88,14 +88,9 @@ class _Mapping(mmap.mmap):
             mapping._number = library.ttrace_watch(address, size)
         return mapping
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether a truncated file reads as zeros."""
-        return self._number >= 0
-
     def __del__(self) -> None:
         library = _library()
-        if library is not None and self.is_watched:
+        if library is not None and self._number >= 0:
             library.ttrace_forget(self._number)
 
 
@@ -125,9 +120,8 @@ class MappedFile:
 
         Raises ``ValueError`` when the file has become shorter: reading it would end the process.
         """
-        mapping = self._mapping
-        if mapping and not mapping.is_watched and (left := mapping.size()) < len(mapping):
-            raise ValueError(f"truncated to {left} of {len(mapping)} bytes while it is read")
+        if self._mapping is not None and (left := self._mapping.size()) < len(self._mapping):
+            raise ValueError(f"truncated to {left} of {len(self._mapping)} bytes while it is read")
         place = self._places.pop(name, None)
         if place is not None:
             strides = [math.prod(place.shape[dim:]) for dim in range(1, len(place.shape) + 1)]
