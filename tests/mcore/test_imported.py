@@ -90,8 +90,8 @@ def test_code_that_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     [contents] = imported._REMEMBERED
     imported.remember()
-    assert imported._REMEMBERED == [contents]
+    assert imported._REMEMBERED[0] is contents
     other = made(monkeypatch)
     assert other.plain.__code__ in [*imported.megatrons_code(set())]
     imported.remember()
-    assert imported._REMEMBERED != [contents]
+    assert imported._REMEMBERED[0] is not contents
