@@ -68,6 +68,11 @@ class Cause:
             return self.why
         return f"rank {self.rank} on {self.host}, {self.task}: {self.why}"
 
+    def with_ending(self, ending: str) -> str:
+        """The line with what follows from it; the last lines of a log come after that."""
+        line, *lines = self.line.split("\n")
+        return "\n".join([f"{line}{ending}", *lines])
+
     @classmethod
     def of_message(cls, text: str) -> Self:
         """The cause that another rank announced. Raises ``ValueError`` when it is not one."""
@@ -435,7 +440,7 @@ def say_end(
         if record.frames:  # else the cause says which part of the check failed
             ends.write(record)
     if rank in (0, cause.rank):
-        ends.tell(f"{cause.line}{ending}", code, follows=follows)
+        ends.tell(cause.with_ending(ending), code, follows=follows)
     else:
         ends.write(ends.EndRecord(code=code, at=0, message=cause.line, follows=follows))
     sys.stdout.flush()

@@ -124,7 +124,7 @@ class Wanted:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ordered:
+class PendingReference:
     """A reference that was ordered.
 
     Attributes:
@@ -151,7 +151,7 @@ class Ordered:
         return ""
 
 
-def order(args: MegatronArguments, settings: Settings, started: Started | None) -> Ordered:
+def order(args: MegatronArguments, settings: Settings, started: Started | None) -> PendingReference:
     """Order a reference trace that fits this candidate. Called on rank 0 only.
 
     ``started`` is the candidate's start if it was loaded from a checkpoint. If :func:`is_apart`, it
@@ -170,7 +170,7 @@ def order(args: MegatronArguments, settings: Settings, started: Started | None) 
     )
     ensure, log = functools.partial(_ensure, wanted), sys.stdout
     if not apart:
-        return Ordered(ensure)
+        return PendingReference(ensure)
 
     def ensure_apart() -> tuple[str, str]:
         print_to(log)
@@ -178,7 +178,7 @@ def order(args: MegatronArguments, settings: Settings, started: Started | None) 
             return ensure()
         except Exception as error:
             # Until then nobody asks, and the last line would say that it is being made.
-            reason = str(error).partition("\n")[0].partition(";")[0] or one_line(error)
+            reason = str(error).partition("\n")[0] or one_line(error)
             say(f"{reason}: the check ends as soon as the ranks need it")
             raise
 
@@ -186,8 +186,8 @@ def order(args: MegatronArguments, settings: Settings, started: Started | None) 
     try:
         future = ThreadPoolExecutor(1, "reference").submit(ensure_apart)
     except RuntimeError:  # a limit leaves no room for a thread
-        return Ordered(ensure)
-    return Ordered(future.result, wanted.made, future)
+        return PendingReference(ensure)
+    return PendingReference(future.result, wanted.made, future)
 
 
 def is_apart(settings: Settings) -> bool:
@@ -329,7 +329,7 @@ def _run(order: Order, origin: Origin, log: Path, timeout: float) -> None:
         if reason := reason_of(log) if code > 0 else "":
             raise TTraceError(f"the reference run failed: {reason} (log: {shown})")
         lines = last_lines(log).replace(str(log), str(shown))
-        raise TTraceError(f"the reference run {how_it_ended(code)}; {lines}")
+        raise TTraceError(f"the reference run {how_it_ended(code)}\n{lines}")
     if not (home / META).exists():
         raise TTraceError(f"the reference run ended without a complete trace; see {shown}")
 

@@ -220,7 +220,7 @@ class Watch:
             ending = "; training goes on, UNCHECKED"
             if judged:
                 ending = "; the verdict stands, training goes on"
-            print(f"ttrace: {cause.line}{ending}", file=sys.stderr, flush=True)
+            print(f"ttrace: {cause.with_ending(ending)}", file=sys.stderr, flush=True)
 
     def _leave(self, code: int) -> None:
         """End this process with the contract's exit code, without Megatron's shutdown.

@@ -214,9 +214,10 @@ json_values = st.recursive(
 
 @given(st.integers(0, 9), st.text(), st.text(), st.text(), st.booleans())
 def test_a_cause_travels(rank: int, host: str, task: str, why: str, of_everyone: bool) -> None:
-    """A cause is received as it was announced."""
+    """A cause is received as it was announced; what follows from it is said in its first line."""
     cause = Cause(rank, host, task, why, of_everyone)
     assert Cause.of_message(json.dumps(vars(cause))) == cause
+    assert cause.with_ending("!").split("\n")[0] == cause.line.split("\n")[0] + "!"
 
 
 @given(json_values)

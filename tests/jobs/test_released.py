@@ -60,8 +60,7 @@ def test_no_release(names, tmp_path):
 @pytest.fixture
 def history(monkeypatch):
     """Ten states, and which of them have files and functions."""
-    spans = {"a": (0, 9), "b": (0, 3), "c": (2, 9), "d": (7, 9), "e": (3, 3)}
-    known = {name: [span] for name, span in spans.items()}
+    known = {"a": [(0, 9)], "b": [(0, 3)], "c": [(2, 9)], "d": [(7, 9)], "e": [(3, 3)]}
     monkeypatch.setattr(released, "_known", lambda: known)
     monkeypatch.setattr(released, "digest", lambda name, *_: name)
     monkeypatch.setattr(released, "states", lambda: list(map(str, range(10))))

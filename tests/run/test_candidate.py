@@ -93,13 +93,13 @@ def test_code_is_only_gathered_for_places(
 
 
 @pytest.mark.parametrize(
-    ("keep", "is_loaded", "moved", "elsewhere", "is_early"),
+    ("keep", "is_loaded", "place", "elsewhere", "is_early"),
     [
-        (Keep.FAILED, False, False, True, True),
-        (Keep.FAILED, False, False, False, False),
-        (Keep.FAILED, False, True, True, False),
-        (Keep.ALL, False, False, True, False),
-        (Keep.FAILED, True, False, True, False),
+        (Keep.FAILED, False, "aside", True, True),
+        (Keep.FAILED, False, "aside", False, False),
+        (Keep.FAILED, False, "moved", True, False),
+        (Keep.ALL, False, "aside", True, False),
+        (Keep.FAILED, True, "aside", True, False),
     ],
     ids=["all ranks", "not all ranks", "moved", "saved", "loaded"],
 )
@@ -108,7 +108,7 @@ def test_a_reference_that_is_read_early(
     monkeypatch: pytest.MonkeyPatch,
     keep: Keep,
     is_loaded: bool,
-    moved: bool,
+    place: str,
     elsewhere: bool,
     is_early: bool,
 ) -> None:
@@ -118,8 +118,7 @@ def test_a_reference_that_is_read_early(
     announce(tmp_path / "aside", {})
     session: Any = object.__new__(CandidateSession)
     session.settings, session.budget = Settings(keep=keep), Budget()
-    directory = tmp_path / ("elsewhere" if moved else "aside")
-    session._reference = SimpleNamespace(announced=lambda: str(directory))
+    session._reference = SimpleNamespace(announced=lambda: str(tmp_path / place))
     session.ranks = SimpleNamespace(
         from_one=lambda rank, task, work: work(),
         exchange=lambda task, work: [work(), elsewhere],

@@ -131,7 +131,7 @@ def test_an_order_that_fails(
     def ensure(*_: object, **__: object) -> tuple[str, str]:
         while sys.stdout is out:
             time.sleep(0.01)
-        raise TTraceError("the reference run was killed; its last lines:\n  no memory")
+        raise TTraceError("the reference run was killed\nits last lines:\n  no memory")
 
     monkeypatch.setattr(launch, "_ensure", ensure)
     monkeypatch.setattr(launch.fingerprint, "identity", lambda *_: {})
