@@ -341,23 +341,30 @@ def _beside(script: Path) -> dict[str, Path]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(contents.CODE):
             continue
-        path = _resolved(file)
+        path = _placed(file)
         if (
             path.startswith(inside)
             and not path.startswith(roots)
             and not any(part in path for part in _INSTALLED)
         ):
             files[name] = Path(path)
-    return {name: path for name, path in sorted(files.items()) if path != script.resolve()}
+    own = {script.resolve(), Path(_placed(str(script)))}
+    return {name: path for name, path in sorted(files.items()) if path not in own}
+
+
+def _placed(file: str) -> str:
+    """A file in its real folder; thousands of files, of which each may be a link, are in few."""
+    folder, name = os.path.split(file)
+    return os.path.join(_resolved(folder), name)
 
 
 @functools.cache
-def _resolved(file: str) -> str:
-    """As ``os.path.realpath``: of files in few folders, which are looked at once each."""
-    folder, name = os.path.split(file)
-    if not folder or name in ("", ".", ".."):
-        return os.path.realpath(file)
-    path = os.path.join(_resolved(folder), name)
+def _resolved(folder: str) -> str:
+    """As ``os.path.realpath``, which would look at the folders above each folder again."""
+    above, name = os.path.split(folder)
+    if not above or name in ("", ".", ".."):
+        return os.path.realpath(folder)
+    path = os.path.join(_resolved(above), name)
     return os.path.realpath(path) if os.path.islink(path) else path
 
 
