@@ -17,7 +17,10 @@ reduction. It is *partial by design* if
 - where collectives were recorded, a sum over these ranks ran in the container.
 
 So a missing reduction diverges: its container fails, or does not notice, or was not compared.
-Modules that are isolated do not show what becomes of their results: there, nothing is excused.
+
+The gradient of a module without input gradients, such as a learned factor, reaches nothing but its
+parameters, whose main gradients are judged: there it is enough that the ranks' values add up.
+Modules that are isolated do not show what becomes of results: there, nothing is excused.
 
 An output is *unused* on a rank if the reference's modules take it as an input and none of them runs
 on that rank: a pipeline stage with nothing but the loss computes rotary embeddings. The other ranks
@@ -146,6 +149,7 @@ class _Partial:
         self._by_key = {v.key: v for v in run.verdicts}
         self._is_sound = functools.cache(self._has_no_fault)
         self._places: dict[_Place, list[Judged]] = defaultdict(list)
+        self._trained = [v.name for v in run.verdicts if v.kind is Kind.MAIN_GRAD]
         flow = [v for v in run.verdicts if v.kind in FLOW]
         for v in flow:
             self._places[v.iteration, v.microbatch, v.kind, module_of(v.name)].append(v)
@@ -158,15 +162,19 @@ class _Partial:
     def instead(self, failure: Judged) -> Judged | None:
         """The verdict on the sum of the ranks' values; ``None`` if a fault may be behind them."""
         error = self._sums.get(failure.key)
-        if error is None or not self._is_harmless(failure):
+        if error is None or not (self._reaches_parameters(failure) or self._is_harmless(failure)):
             return None
-        note = Note(Remark.PARTIAL, text=REDUCED_OVER)
+        tolerance = self._tolerances.of(failure.key)
+        notes = [Note(Remark.PARTIAL, text=REDUCED_OVER)]
+        if tolerance.blind:
+            notes.append(Note(Reason.BLIND, tolerance.value, tolerance.bound))
         return verdict_of(
             failure.key,
             failure.shape,
-            Outcome.PASS,
+            Outcome.UNCHECKED if tolerance.blind else Outcome.PASS,
             self._run.ranks(failure.key),
-            note,
+            *notes,
+            reason=Reason.BLIND if tolerance.blind else None,
             placement=describe_partial(failure.placement, REDUCED_OVER),
             error=error.error,
             tolerance=error.tolerance,
@@ -185,10 +193,17 @@ class _Partial:
             and not (sums.nonfinite or sums.undefined)
         ]
         complete = len(parts) == len(holders) and sum(h.copies for h in holders) == self._ranks
-        if tolerance.blind or not complete:
+        if not complete or (tolerance.blind and not self._reaches_parameters(failure)):
             return None
         worst = max(tolerance.error_of(sums) for _, sums in summed(parts))
         return worst if worst.margin <= 1.0 else None
+
+    def _reaches_parameters(self, failure: Judged) -> bool:
+        """Whether a gradient goes to parameters of its module, and nowhere else."""
+        module = module_of(failure.name)
+        place = failure.iteration, failure.microbatch, Kind.GRAD_INPUT, module
+        ends_there = failure.kind is Kind.GRAD_OUTPUT and place not in self._places
+        return ends_there and any(is_within(name, module) for name in self._trained)
 
     def _is_harmless(self, failure: Judged) -> bool:
         around = self._container(failure)

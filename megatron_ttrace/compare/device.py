@@ -22,6 +22,7 @@ from megatron_ttrace.compare.sketch import sketch_of_share, sums_of_share
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.checksum import MASK, weighted
+from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.staging import to_device
 from megatron_ttrace.trace.store import TraceReader
 from megatron_ttrace.trace.views import box_views
@@ -52,8 +53,13 @@ def with_share(
     whole: torch.Tensor,
     tolerances: Tolerances,
 ) -> Measured:
-    """The same with a sketch, if it fails and may be a summand (compare/by_design.py)."""
-    if match.copies < 2 or measured.sketch or not fails(measured.sums, tolerances, match.key):
+    """The same with a sketch, if it may be a summand (compare/by_design.py) of what fails.
+
+    Within a blind tolerance, the summand of another rank can be what fails.
+    """
+    is_blind = match.key.kind is Kind.GRAD_OUTPUT and tolerances.of(match.key).blind
+    may_be = is_blind or fails(measured.sums, tolerances, match.key)
+    if match.copies < 2 or measured.sketch or not may_be:
         return measured
     share = sketch_of_share(data, whole, match.boxes, match.factor, match.copies)
     return dataclasses.replace(measured, sketch=share)

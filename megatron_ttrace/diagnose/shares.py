@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator
 
 import torch
@@ -25,6 +26,8 @@ from megatron_ttrace.trace.records import ROOT, Kind
 
 _OF_FUSED_NORM = ("layer_norm_weight", "layer_norm_bias")
 """Parameters of a norm that is fused with the linear layer after it."""
+_OF_EXPERT = re.compile(r"weight(\d+)")
+"""The weight of an expert, in a module that has those of all of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +108,12 @@ def _counts(evidence: Evidence, axis: str, weights: dict[int, float]) -> ShareWe
 def _shares(evidence: Evidence, axis: str) -> Iterator[_Share]:
     """The share of every microbatch or part of the sequence, through every module."""
     module, _, leaf = evidence.key.name.rpartition(".")
+    if expert := _OF_EXPERT.fullmatch(leaf):
+        if axis == "microbatch":
+            of_expert = functools.partial(_of_expert, evidence, module, int(expert[1]))
+            for number, value in enumerate(by_microbatch(evidence, of_expert)):
+                yield _Share(module, number, value)
+        return
     if leaf not in ("weight", "bias", *_OF_FUSED_NORM):
         return
     # A head without a weight of its own uses the embedding's.
@@ -115,21 +124,31 @@ def _shares(evidence: Evidence, axis: str) -> Iterator[_Share]:
             for number, value in enumerate(by_microbatch(evidence, share)):
                 yield _Share(name, number, value)
         elif evidence.size(axis) > 1:
-            for rank, positions in enumerate(_held_positions(evidence, axis)):
-                of_rank = functools.partial(share, positions=positions)
+            for rank, rows in enumerate(_held_positions(evidence, axis)):
+                of_rank = functools.partial(share, rows=rows)
                 if values := by_microbatch(evidence, of_rank):
                     yield _Share(name, rank, torch.stack(values).sum(0))
 
 
 def _held_positions(evidence: Evidence, axis: str) -> list[torch.Tensor]:
-    """Sequence positions of each rank: in two chunks with cp, in one with sequence parallelism."""
+    """Which positions each rank has: in two chunks with cp, in one with sequence parallelism."""
     size, length = evidence.size(axis), evidence.seq_length
-    if axis == "tp":
-        return list(torch.arange(length).chunk(size)) if length % size == 0 else []
-    chunks = torch.arange(length).chunk(2 * size)
-    if length % (2 * size):
+    chunks = 2 * size if axis == "cp" else size
+    if length % chunks:
         return []
-    return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(size)]
+    chunk = torch.arange(length) // (length // chunks)
+    return [(chunk == r) | (axis == "cp") & (chunk == chunks - 1 - r) for r in range(size)]
+
+
+def _of_expert(
+    evidence: Evidence, module: str, expert: int, microbatch: int
+) -> torch.Tensor | None:
+    """The share of an expert's weight: of the rows that were dispatched to it."""
+    experts = module.rpartition(".")[0]
+    dispatched = evidence.tensor(Kind.ROUTING, experts, microbatch)  # position and expert of a row
+    if dispatched is None or dispatched.ndim != 2:
+        return None
+    return product(evidence, module, module, microbatch, dispatched[:, 1] == expert)
 
 
 def _share(
@@ -137,11 +156,11 @@ def _share(
     module: str,
     leaf: str,
     microbatch: int,
-    positions: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     looked_up = LOOKED_UP.get(module.rpartition(".")[2])
     if leaf == "weight" and looked_up is None and evidence.reference.ndim > 1:
-        return product(evidence, module, module, microbatch, positions)
+        return product(evidence, module, module, microbatch, rows)
     gradient = evidence.tensor(Kind.GRAD_OUTPUT, module, microbatch)
     if gradient is None or gradient.ndim < 2:
         return None
@@ -152,10 +171,10 @@ def _share(
         other = ids_by_row(other, gradient.shape[:-1])
         if other is None:
             return None
-    if positions is not None:
-        if len(gradient) != evidence.seq_length or other is None or len(other) != len(gradient):
+    if rows is not None:
+        if other is None or not len(gradient) == len(other) == len(rows):
             return None
-        gradient, other = gradient[positions], other[positions]
+        gradient, other = gradient[rows], other[rows]
     gradient = gradient.float().flatten(0, -2)
     evidence.work.spend(gradient.numel())
     if leaf in _OF_FUSED_NORM:
@@ -169,9 +188,9 @@ def _share(
     if other is None or (looked_up is None and other.ndim < 2):
         return None
     if looked_up is None:
-        rows = other.float().flatten(0, -2)
-        fits = rows.shape == gradient.shape
-        return (gradient * standardised(evidence, module, leaf, rows)).sum(0) if fits else None
+        inputs = other.float().flatten(0, -2)
+        fits = inputs.shape == gradient.shape
+        return (gradient * standardised(evidence, module, leaf, inputs)).sum(0) if fits else None
     table = torch.zeros(evidence.reference.shape)
     if other.numel() and int(other.max()) >= len(table):
         return None

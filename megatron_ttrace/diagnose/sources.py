@@ -95,21 +95,21 @@ def product(
     module: str,
     fed: str,
     microbatch: int,
-    positions: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """A microbatch's share of a linear layer's weight gradient; ``None`` without its tensors.
 
-    ``positions`` are those of the sequence that count, by default all.
+    ``rows`` has true for each that counts: sequence position, or token that an expert has. By
+    default all count.
     """
     gradient = evidence.tensor(Kind.GRAD_OUTPUT, module, microbatch)
     fed_with = evidence.tensor(Kind.INPUT, fed, microbatch)
     if gradient is None or fed_with is None or not 2 <= gradient.ndim == fed_with.ndim:
         return None
-    if positions is not None:
-        if not len(gradient) == len(fed_with) == evidence.seq_length:
-            # An expert has the tokens that were routed to it.
+    if rows is not None:
+        if not len(gradient) == len(fed_with) == len(rows):
             return None
-        gradient, fed_with = gradient[positions], fed_with[positions]
+        gradient, fed_with = gradient[rows], fed_with[rows]
     left, right = gradient.float().flatten(0, -2), normed(evidence, fed, fed_with.float())
     if len(left) != len(right):
         return None

@@ -46,6 +46,8 @@ BACK = (0, Kind.GRAD_INPUT, "layer.frozen", 0)
 PART = (0, Kind.GRAD_INPUT, "layer.adapter", 0)
 TRAINED = step_level(Kind.MAIN_GRAD, "layer.adapter.weight")
 LORA = (FROZEN, ADAPTER, ADAPTED, TRAINED)
+LEARNED = (0, Kind.GRAD_OUTPUT, "layer.factor", 0)
+FACTOR = step_level(Kind.MAIN_GRAD, "layer.factor.weight")
 ALIASES = {ROTARY: READER, BACK: PART}
 
 
@@ -217,6 +219,24 @@ SMALL = reduction(Phase.FORWARD, bytes=4 * S * H - 4)
 LARGEST = reduction(Phase.FORWARD, reduction="max")
 OTHERS = reduction(Phase.FORWARD, group="dp-cp")
 GATHERED = reduction(Phase.FORWARD, Operation.ALL_GATHER)
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [
+        (lambda _: None, Outcome.PASS),
+        (blind(LEARNED), Outcome.UNCHECKED),
+        (off(FACTOR, 0, 1.0), Outcome.PASS),
+        (off(LEARNED, 0, 1.0), Outcome.REPLICA_CONFLICT),
+    ],
+)
+def test_the_gradient_of_a_learned_factor(tmp_path, change, outcome):
+    """It is of a rank's own tokens; whether it is reduced shows in the factor's main gradient."""
+    world = World(tmp_path, (LEARNED, FACTOR), 2, tp=2)
+    for tensors, weight in zip(world.ranks, (0.95, 0.05), strict=True):
+        tensors[LEARNED] = weight * tensors[LEARNED]
+    change(world)
+    assert world.outcomes(UNRECORDED)[0][LEARNED] is outcome
 
 
 def test_a_fault_elsewhere_changes_nothing(mlp):

@@ -56,6 +56,24 @@ def test_shares(ranks: int, weights: tuple[float, ...], words: str) -> None:
     assert words in text(explain(weighted(linear(len(weights)), *weights, ranks=ranks)))
 
 
+def test_shares_of_an_expert() -> None:
+    """Of the rows that were dispatched to it: those of one data-parallel rank are missing."""
+    experts, trace = "decoder.layers.0.mlp.experts", {}
+    module, shares_of_microbatches = f"{experts}.linear_fc1", []
+    for number in range(4):
+        fed, gradient = values(9, 8, seed=number), values(9, 12, seed=50 + number)
+        expert = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2])
+        dispatched = torch.stack([torch.arange(9), expert], dim=1)
+        trace[TraceKey(1, number, Kind.ROUTING, experts, 0)] = dispatched
+        trace[TraceKey(1, number, Kind.INPUT, module, 0)] = fed
+        trace[TraceKey(1, number, Kind.GRAD_OUTPUT, module, 0)] = gradient
+        shares_of_microbatches.append(gradient[2:5].T @ fed[2:5])
+    right, wrong = sum(shares_of_microbatches), 2 * (sum(shares_of_microbatches[::2]))
+    key = dataclasses.replace(WEIGHT, name=f"{module}.weight1")
+    evidence = evidence_of(right, meshes(2), {0: wrong, 1: wrong}, key=key, trace=trace)
+    assert "dp 0: 2.000, dp 1: 0.000" in text(explain(evidence))
+
+
 @pytest.mark.parametrize("apart", [0.0, 1e-4])
 def test_shares_that_are_alike(apart: float) -> None:
     """Which of two equal microbatches counts too often cannot be known."""

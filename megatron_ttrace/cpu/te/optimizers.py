@@ -264,7 +264,7 @@ def multi_tensor_scale(
         scaled = source.float() * scale
         if not torch.isfinite(scaled).all():
             overflow.fill_(1)
-        target.copy_(scaled)
+        target.copy_(scaled.view_as(target))  # a scale of one element makes a scalar a vector
 
 
 multi_tensor_scale_tensor = multi_tensor_scale

@@ -205,13 +205,13 @@ def _defer(name: str) -> None:
 def accepts(arguments: Sequence[str]) -> bool:
     """Whether Megatron's parser accepts arguments: whether to import more before the ranks start.
 
-    Arguments that it does not accept may be the script's own.
+    Arguments that it does not accept may be the script's own. A rank reports what else is wrong,
+    such as two flags of a fork with the same name.
     """
-    parser = _parser()
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
-            return not parser.parse_known_args(list(arguments))[1]
-        except SystemExit:
+            return not _parser().parse_known_args(list(arguments))[1]
+        except (SystemExit, argparse.ArgumentError):
             return False
 
 

@@ -228,14 +228,14 @@ def test_named_random_states():
 
 
 def test_lists_of_tensors():
-    tensors = [torch.tensor([3.0]), torch.tensor([[4.0, 12.0]])]
+    tensors = [torch.tensor(3.0), torch.tensor([[4.0, 12.0]])]
     apply, overflow = optimizers.multi_tensor_applier, torch.zeros(1, dtype=torch.int)
     total, each = apply(optimizers.multi_tensor_l2norm, overflow, [tensors], True)
     close(total, torch.tensor([13.0]), 1e-6)
     close(each, torch.tensor([3.0, 160.0**0.5]), 1e-6)
     scale = torch.tensor([0.5])
     apply(optimizers.multi_tensor_scale_tensor, overflow, [tensors, tensors], scale)
-    assert tensors[1].tolist() == [[2.0, 6.0]]
+    assert [tensor.tolist() for tensor in tensors] == [1.5, [[2.0, 6.0]]]
     assert overflow.item() == 0
     apply(optimizers.multi_tensor_scale, overflow, [[torch.tensor([1e39 / 1e-3])], [scale]], 1.0)
     assert overflow.item() == 1

@@ -154,6 +154,14 @@ def test_accepted_arguments(words, accepted, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_parser_that_cannot_be_made(monkeypatch):
+    """Two flags of a fork have the same name: the ranks say where."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--twice")
+    monkeypatch.setattr(forkserver, "_parser", lambda: parser.add_argument("--twice"))
+    assert not forkserver.accepts([])
+
+
 def test_a_package_is_imported_when_it_is_first_used(tmp_path, monkeypatch):
     """Neither its file nor a comparison is a use; a module in it is, and comes after it."""
     package = tmp_path / "deferred_package"
