@@ -259,6 +259,12 @@ def test_explained(repair: Repair, evidence: Evidence, words: str) -> None:
     assert words in text(repair(evidence), evidence.key)
 
 
+def test_a_copy_within_a_blind_tolerance_may_be_wrong_too() -> None:
+    evidence = copies(shuffled())
+    tolerance = dataclasses.replace(evidence.tolerance, value=0.3)
+    assert replicas.some_copies(dataclasses.replace(evidence, tolerance=tolerance)) is None
+
+
 @pytest.mark.parametrize(
     ("evidence", "cause", "axes"),
     [
