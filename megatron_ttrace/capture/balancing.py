@@ -14,6 +14,9 @@ routes, its module's functions are wrapped:
   exchanged.
 - ``apply_router_token_dropping``: it is called once more with the reference's map of what is left,
   and a capacity that drops nothing.
+
+What a fork adds chooses by ``torch.topk``, in Megatron's router or in one of its own: there, the
+first top-k over all experts finds the reference's choice.
 """
 
 import contextlib
@@ -23,15 +26,78 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megatron_ttrace.capture.experts import Followed, Replay
 from megatron_ttrace.mcore.replaced import wrapped
 
 _Function = Callable[..., Any]
+_TOP_K = (torch.topk, torch.Tensor.topk)
+
+
+class TopK(TorchFunctionMode):
+    """Within this context, the first top-k over all experts finds what the sink wants instead.
+
+    Attributes:
+        is_settled: whether the sink was asked, or will be by something else.
+    """
+
+    def __init__(self, followed: Followed, experts: int, chosen: int) -> None:
+        """``chosen``: experts of a token."""
+        super().__init__()
+        self.is_settled = False
+        self._followed = followed
+        self._experts = experts
+        self._number = chosen
+
+    def __torch_function__(
+        self, function: _Function, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Called in the place of every function of torch."""
+        result = function(*args, **(kwargs or {}))
+        if self.is_settled or function not in _TOP_K:
+            return result
+        instead = functools.partial(self._instead, result.indices, *args, **(kwargs or {}))
+        return self._followed.override(result, instead)
+
+    def _instead(
+        self, found: torch.Tensor, scores: torch.Tensor, k: int, dim: int = -1, **how: Any
+    ) -> Any:
+        """The reference's choice, and after it the best of the rest."""
+        is_over_experts = scores.ndim == 2 and scores.shape[1] == self._experts and dim in (1, -1)
+        if not (is_over_experts and self._number <= k < self._experts and how.get("largest", True)):
+            return None
+        self.is_settled = True
+        chosen = self._followed.routed(scores, found[:, : self._number])
+        if chosen is None:
+            return None
+        rest = scores.detach().scatter(1, chosen, -torch.inf).topk(k - self._number, dim=1).indices
+        indices = torch.cat((chosen, rest), dim=1)
+        return torch.return_types.topk((scores.gather(1, indices), indices))
+
+
+class OwnRouterTap:
+    """Around a router that is not Megatron's."""
+
+    def __init__(self, router: Any, followed: Followed, config: Any) -> None:
+        """Attach; ``config`` is that of its layer."""
+        self._wants = followed, config.num_moe_experts, config.moe_router_topk
+        self._taps = contextlib.ExitStack()
+        self._taps.enter_context(wrapped([(router, "forward", self._forward)]))
+
+    def remove(self) -> None:
+        """Detach: the router's own method is what it was before."""
+        self._taps.close()
+
+    def _forward(self, forward: _Function, *args: Any, **kwargs: Any) -> Any:
+        with TopK(*self._wants):
+            return forward(*args, **kwargs)
 
 
 class BalancingTap:
     """Around the routing of one router."""
+
+    _top_k: TopK  # of the call
 
     def __init__(self, router: Any, followed: Followed) -> None:
         """Attach to Megatron's ``TopKRouter``."""
@@ -48,13 +114,23 @@ class BalancingTap:
     def _routing(self, route: _Function, *args: Any, **kwargs: Any) -> Any:
         wraps: dict[str, _Function] = {
             "sinkhorn": self._sinkhorn,
+            "qb_dual_update": self._dual_update,
             "topk_routing_with_score_function": self._topk,
             "apply_router_token_dropping": self._drop,
         }
-        with wrapped((self._module, name, wrap) for name, wrap in wraps.items()):
+        self._top_k = TopK(self._followed, self._router.num_experts, self._router.topk)
+        with wrapped((self._module, name, wrap) for name, wrap in wraps.items()), self._top_k:
             return route(*args, **kwargs)
 
+    def _dual_update(self, original: _Function, *args: Any, **kwargs: Any) -> Any:
+        """Of the tokens of other ranks as well."""
+        self._top_k.is_settled = True
+        chosen = original(*args, **kwargs)
+        self._top_k.is_settled = False
+        return chosen
+
     def _sinkhorn(self, original: _Function, cost: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._top_k.is_settled = True
         balanced = original(cost, *args, **kwargs)
         return self._followed.override(balanced, self._rebalanced, cost, balanced)
 
@@ -70,7 +146,9 @@ class BalancingTap:
         self, original: _Function, logits: torch.Tensor, topk: int, *args: Any, **kwargs: Any
     ) -> Any:
         followed, before = self._followed, kwargs.get("precomputed_indices")
-        if before is not None:
+        was_settled = self._top_k.is_settled
+        self._top_k.is_settled |= bool(kwargs.get("router_replay") or kwargs.get("fused"))
+        if before is not None and not was_settled:
             scores = logits - self._router.qb_beta
             kwargs["precomputed_indices"] = followed.override(
                 before, followed.routed, scores, before

@@ -27,7 +27,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from megatron_ttrace.capture.balancing import BalancingTap
+from megatron_ttrace.capture.balancing import BalancingTap, OwnRouterTap
 from megatron_ttrace.capture.chunk_state import ChunkState, OnGradient, Seen, is_recomputing
 from megatron_ttrace.capture.experts import (
     DispatchTap,
@@ -178,6 +178,10 @@ class ModuleTap:
         if can_follow(module):
             experts = dataclasses.replace(followed, name=f"{name}.experts")
             self._handles.append(DispatchTap(module, experts))
+            router = getattr(module, "router", None)
+            if isinstance(router, torch.nn.Module) and not hasattr(router, "router_replay"):
+                own = dataclasses.replace(followed, name=f"{name}.router")
+                self._handles.append(OwnRouterTap(router, own, module.config))
         if hasattr(module, "router_replay"):
             self._handles.append(RouterTap(module, followed))
             self._handles.append(BalancingTap(module, followed))

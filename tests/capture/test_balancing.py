@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference's choice of experts where Megatron's interface for replaying is not asked."""
 
+import types
+
 import pytest
 import torch
 
-from megatron_ttrace.capture.balancing import BalancingTap
+from megatron_ttrace.capture.balancing import BalancingTap, OwnRouterTap
 from tests.capture.recorder import ExpertRecorder
 
 TOKENS, EXPERTS = 6, 4
@@ -46,10 +48,10 @@ def apply_router_token_dropping(
 
 
 class Router:
-    """Routes in one of four ways."""
+    """Routes in one of five ways."""
 
     def __init__(self, how, topk=1):
-        self.how, self.topk = how, topk
+        self.how, self.topk, self.num_experts = how, topk, EXPERTS
         self.qb_beta = torch.zeros(EXPERTS)
 
     def routing(self, logits, padding_mask=None):
@@ -57,6 +59,12 @@ class Router:
             chosen = sinkhorn(logits.detach()).topk(self.topk, dim=1).indices
             routing_map = torch.zeros_like(logits).bool().scatter(1, chosen, True)
             return torch.sigmoid(logits) * routing_map, routing_map
+        if self.how == "by torch":
+            values, indices = torch.topk(logits, self.topk + 1, dim=1)
+            best = values[:, : self.topk].softmax(-1)
+            probabilities = torch.zeros_like(logits).scatter(1, indices[:, : self.topk], best)
+            logits.topk(self.topk, dim=1)  # what a loss counts is not what is routed
+            return probabilities, probabilities > 0
         if self.how == "chosen before":
             best = logits.topk(self.topk, dim=1).indices
             return topk_routing_with_score_function(logits, self.topk, precomputed_indices=best)
@@ -75,7 +83,7 @@ def logits():
     return torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("how", ["sinkhorn", "chosen before", "fused", "dropping"])
+@pytest.mark.parametrize("how", ["sinkhorn", "by torch", "chosen before", "fused", "dropping"])
 def test_nothing_is_changed_without_need(logits, how):
     """A sink that asks for nothing, and one that asks for what was chosen, see the same run."""
     expected = Router(how).routing(logits)
@@ -91,7 +99,7 @@ def test_nothing_is_changed_without_need(logits, how):
     assert "routing" not in vars(router)
 
 
-@pytest.mark.parametrize("how", ["sinkhorn", "chosen before", "fused"])
+@pytest.mark.parametrize("how", ["sinkhorn", "by torch", "chosen before", "fused"])
 def test_another_choice(logits, how):
     """The reference's experts are chosen, with the candidate's own probabilities of them."""
     instead = (logits.argmin(dim=1, keepdim=True)).clone()
@@ -99,6 +107,28 @@ def test_another_choice(logits, how):
     assert torch.equal(routing_map.nonzero()[:, 1], instead[:, 0])
     expected = torch.sigmoid(logits) if how == "sinkhorn" else torch.ones_like(logits)
     torch.testing.assert_close(probabilities, expected * routing_map)
+
+
+def test_a_router_that_is_not_megatrons(logits):
+    """It has no interface for replaying; its first top-k over experts is its choice."""
+
+    class Own(torch.nn.Module):
+        def forward(self, logits):
+            logits.view(TOKENS, 2, 2).topk(1, dim=-1)  # of groups
+            logits.topk(2, dim=0)  # of tokens
+            return logits.topk(1, dim=-1)
+
+    router, instead = Own(), logits.argmin(dim=1, keepdim=True)
+    config = types.SimpleNamespace(num_moe_experts=EXPERTS, moe_router_topk=1)
+    sink = ExpertRecorder(instead)
+    tap = OwnRouterTap(router, sink.follow("mlp.router"), config)
+    found = router(logits)
+    assert torch.equal(found.indices, instead)
+    assert torch.equal(found.values, logits.gather(1, instead))
+    ((_, _, routed),) = sink.routes
+    assert torch.equal(routed.chosen, logits.argmax(dim=1, keepdim=True))
+    tap.remove()
+    assert torch.equal(router(logits).indices, routed.chosen)
 
 
 def test_sinkhorn_is_judged_by_what_it_maximises(logits):

@@ -131,11 +131,13 @@ def preload(script: Path, *, arguments: Sequence[str] = (), on_cpu: bool = True)
         _defer(_DEFERRED)
         is_bridge = scripts.imports_bridge(script)
         for name in (*_MODULES, scripts.BRIDGE) if is_bridge else _MODULES:
-            # A release may lack it, or have it behind a dependency that is not installed.
-            with contextlib.suppress(ImportError):
+            # A release may lack it, or have it behind a dependency that is not installed. What is
+            # wrong in a fork, a rank reports.
+            with contextlib.suppress(Exception):
                 importlib.import_module(name)
         if {"-h", "--help"}.isdisjoint(arguments):
-            _leave_out_help_texts()
+            with contextlib.suppress(Exception):
+                _leave_out_help_texts()
         for name in _OURS if is_bridge or accepts(arguments) else ():
             importlib.import_module(name)
         from megatron_ttrace.jobs import fingerprint
@@ -211,7 +213,7 @@ def accepts(arguments: Sequence[str]) -> bool:
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
             return not _parser().parse_known_args(list(arguments))[1]
-        except (SystemExit, argparse.ArgumentError):
+        except (SystemExit, Exception):  # noqa: BLE001 - what is wrong, a rank reports
             return False
 
 
