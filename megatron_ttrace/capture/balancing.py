@@ -39,13 +39,17 @@ class TopK(TorchFunctionMode):
     """Within this context, the first top-k over all experts finds what the sink wants instead.
 
     Attributes:
-        is_settled: whether the sink was asked, or will be by something else.
+        is_settled: whether the sink was asked, or will be by something else than ``replay``.
     """
 
-    def __init__(self, followed: Followed, experts: int, chosen: int) -> None:
+    def __init__(
+        self, followed: Followed, experts: int, chosen: int, replay: Replay | None = None
+    ) -> None:
         """``chosen``: experts of a token."""
         super().__init__()
         self.is_settled = False
+        self._replay = replay or Replay(followed)
+        self._replay.is_asked = False
         self._followed = followed
         self._experts = experts
         self._number = chosen
@@ -55,7 +59,7 @@ class TopK(TorchFunctionMode):
     ) -> Any:
         """Called in the place of every function of torch."""
         result = function(*args, **(kwargs or {}))
-        if self.is_settled or function not in _TOP_K:
+        if self.is_settled or self._replay.is_asked or function not in _TOP_K:
             return result
         instead = functools.partial(self._instead, result.indices, *args, **(kwargs or {}))
         return self._followed.override(result, instead)
@@ -118,7 +122,9 @@ class BalancingTap:
             "topk_routing_with_score_function": self._topk,
             "apply_router_token_dropping": self._drop,
         }
-        self._top_k = TopK(self._followed, self._router.num_experts, self._router.topk)
+        router = self._router
+        replay = getattr(router, "router_replay", None)
+        self._top_k = TopK(self._followed, router.num_experts, router.topk, replay)
         with wrapped((self._module, name, wrap) for name, wrap in wraps.items()), self._top_k:
             return route(*args, **kwargs)
 
@@ -147,7 +153,7 @@ class BalancingTap:
     ) -> Any:
         followed, before = self._followed, kwargs.get("precomputed_indices")
         was_settled = self._top_k.is_settled
-        self._top_k.is_settled |= bool(kwargs.get("router_replay") or kwargs.get("fused"))
+        self._top_k.is_settled |= bool(kwargs.get("fused"))
         if before is not None and not was_settled:
             scores = logits - self._router.qb_beta
             kwargs["precomputed_indices"] = followed.override(

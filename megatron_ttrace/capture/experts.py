@@ -204,6 +204,9 @@ class Replay:
 
     ``chosen``: what the router chose, if it is known before it asks; ``own``: the job's replay, if
     it has one, which chooses.
+
+    Attributes:
+        is_asked: whether the router has asked.
     """
 
     def __init__(
@@ -213,6 +216,7 @@ class Replay:
         self._chosen = chosen
         self._own = own
         self._instead: torch.Tensor | None = None
+        self.is_asked = False
 
     @property
     def differs(self) -> bool:
@@ -231,6 +235,7 @@ class Replay:
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The scores and experts of each token, as Megatron's router asks for them."""
+        self.is_asked = True
         if (chosen := self._chosen) is None:
             choose = default_compute_topk
             if self._own is not None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_ttrace.capture.balancing import BalancingTap, OwnRouterTap
+from megatron_ttrace.capture.experts import RouterTap
 from tests.capture.recorder import ExpertRecorder
 
 TOKENS, EXPERTS = 6, 4
@@ -31,7 +32,9 @@ def topk_routing_with_score_function(
         indices = precomputed_indices
         values = logits.gather(1, indices)
     else:
-        values, indices = router_replay.get_replay_topk(logits, topk, None, None, torch.topk)
+        values, indices = router_replay.get_replay_topk(
+            logits, topk, None, None, lambda scores, topk, *_: scores.topk(topk, dim=1)
+        )
     probabilities = torch.zeros_like(logits).scatter(1, indices, values.softmax(-1))
     return probabilities, torch.zeros_like(logits).bool().scatter(1, indices, True)
 
@@ -48,11 +51,12 @@ def apply_router_token_dropping(
 
 
 class Router:
-    """Routes in one of five ways."""
+    """Routes in one of six ways."""
 
     def __init__(self, how, topk=1):
         self.how, self.topk, self.num_experts = how, topk, EXPERTS
         self.qb_beta = torch.zeros(EXPERTS)
+        self.router_replay = None
 
     def routing(self, logits, padding_mask=None):
         if self.how == "sinkhorn":
@@ -65,6 +69,9 @@ class Router:
             probabilities = torch.zeros_like(logits).scatter(1, indices[:, : self.topk], best)
             logits.topk(self.topk, dim=1)  # what a loss counts is not what is routed
             return probabilities, probabilities > 0
+        if self.how == "replayed":
+            replay = self.router_replay
+            return topk_routing_with_score_function(logits, self.topk, router_replay=replay)
         if self.how == "chosen before":
             best = logits.topk(self.topk, dim=1).indices
             return topk_routing_with_score_function(logits, self.topk, precomputed_indices=best)
@@ -107,6 +114,15 @@ def test_another_choice(logits, how):
     assert torch.equal(routing_map.nonzero()[:, 1], instead[:, 0])
     expected = torch.sigmoid(logits) if how == "sinkhorn" else torch.ones_like(logits)
     torch.testing.assert_close(probabilities, expected * routing_map)
+
+
+def test_a_choice_that_is_replayed_is_asked_for_once(logits):
+    router, sink = Router("replayed"), ExpertRecorder()
+    RouterTap(router, sink.follow("mlp.router"))
+    BalancingTap(router, sink.follow("mlp.router"))
+    for calls in (1, 2):
+        router.routing(logits)
+        assert len(sink.routes) == calls
 
 
 def test_a_router_that_is_not_megatrons(logits):
