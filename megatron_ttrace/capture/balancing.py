@@ -65,29 +65,37 @@ class TopK(TorchFunctionMode):
         return self._followed.override(result, instead)
 
     def _instead(
-        self, found: torch.Tensor, scores: torch.Tensor, k: int, dim: int = -1, **how: Any
+        self,
+        found: torch.Tensor,
+        input: torch.Tensor,
+        k: int,
+        dim: int = -1,
+        largest: bool = True,
+        *_: Any,
+        **out: Any,
     ) -> Any:
-        """The reference's choice, and after it the best of the rest."""
-        is_over_experts = scores.ndim == 2 and scores.shape[1] == self._experts and dim in (1, -1)
-        if not (is_over_experts and self._number <= k < self._experts and how.get("largest", True)):
+        """The reference's choice, and after it the best of the rest; arguments as of top-k."""
+        is_over_experts = input.ndim == 2 and input.shape[1] == self._experts and dim in (1, -1)
+        if not (is_over_experts and self._number <= k < self._experts and largest):
             return None
         self.is_settled = True
-        chosen = self._followed.routed(scores, found[:, : self._number])
-        if chosen is None:
+        chosen = self._followed.routed(input, found[:, : self._number])
+        if chosen is None or out.get("out"):
             return None
-        rest = scores.detach().scatter(1, chosen, -torch.inf).topk(k - self._number, dim=1).indices
+        rest = input.detach().scatter(1, chosen, -torch.inf).topk(k - self._number, dim=1).indices
         indices = torch.cat((chosen, rest), dim=1)
-        return torch.return_types.topk((scores.gather(1, indices), indices))
+        return torch.return_types.topk((input.gather(1, indices), indices))
 
 
 class OwnRouterTap:
     """Around a router that is not Megatron's."""
 
-    def __init__(self, router: Any, followed: Followed, config: Any) -> None:
-        """Attach; ``config`` is that of its layer."""
+    def __init__(self, layer: Any, followed: Followed) -> None:
+        """Attach to the router of a layer with one of Megatron's dispatchers."""
+        config = layer.token_dispatcher.config
         self._wants = followed, config.num_moe_experts, config.moe_router_topk
         self._taps = contextlib.ExitStack()
-        self._taps.enter_context(wrapped([(router, "forward", self._forward)]))
+        self._taps.enter_context(wrapped([(layer.router, "forward", self._forward)]))
 
     def remove(self) -> None:
         """Detach: the router's own method is what it was before."""

@@ -181,7 +181,7 @@ class ModuleTap:
             router = getattr(module, "router", None)
             if isinstance(router, torch.nn.Module) and not hasattr(router, "router_replay"):
                 own = dataclasses.replace(followed, name=f"{name}.router")
-                self._handles.append(OwnRouterTap(router, own, module.config))
+                self._handles.append(OwnRouterTap(module, own))
         if hasattr(module, "router_replay"):
             self._handles.append(RouterTap(module, followed))
             self._handles.append(BalancingTap(module, followed))

@@ -132,12 +132,15 @@ def test_a_router_that_is_not_megatrons(logits):
         def forward(self, logits):
             logits.view(TOKENS, 2, 2).topk(1, dim=-1)  # of groups
             logits.topk(2, dim=0)  # of tokens
-            return logits.topk(1, dim=-1)
+            torch.topk(logits, 1, -1, False)  # of the worst
+            return torch.topk(input=logits, k=1)
 
     router, instead = Own(), logits.argmin(dim=1, keepdim=True)
     config = types.SimpleNamespace(num_moe_experts=EXPERTS, moe_router_topk=1)
+    dispatcher = types.SimpleNamespace(config=config)
+    layer = types.SimpleNamespace(router=router, token_dispatcher=dispatcher)
     sink = ExpertRecorder(instead)
-    tap = OwnRouterTap(router, sink.follow("mlp.router"), config)
+    tap = OwnRouterTap(layer, sink.follow("mlp.router"))
     found = router(logits)
     assert torch.equal(found.indices, instead)
     assert torch.equal(found.values, logits.gather(1, instead))
