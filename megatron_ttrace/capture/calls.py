@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ttrace.capture.modules import is_mapped
 from megatron_ttrace.capture.starts import LINE, RETURN, START, Reports
 from megatron_ttrace.mcore import imported, sources
 from megatron_ttrace.mcore.names import Names
@@ -340,5 +341,6 @@ class CallTap:
 def _tells(value: Any) -> bool:
     """Whether it is a number that may not be whole, a tensor of one number, or a process group."""
     if type(value) is torch.Tensor:
-        return value.dtype in _NUMBERS and not value.is_meta and value.numel() == 1
+        is_read = not (value.is_meta or is_mapped(value))
+        return value.dtype in _NUMBERS and is_read and value.numel() == 1
     return isinstance(value, (float, dist.ProcessGroup))

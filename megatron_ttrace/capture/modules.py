@@ -387,12 +387,12 @@ def tensors_in(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
         part if _is_number(part) else None for leaf in leaves for part in _leaves(_fields(leaf))
     ]
     for position, leaf in enumerate((*leaves, *held)):
-        is_tensor = isinstance(leaf, torch.Tensor) and not (leaf.is_nested or _is_mapped(leaf))
+        is_tensor = isinstance(leaf, torch.Tensor) and not (leaf.is_nested or is_mapped(leaf))
         if is_tensor and not isinstance(leaf, torch.nn.Parameter):
             yield position, leaf
 
 
-_is_mapped = torch._C._functorch.is_functorch_wrapped_tensor
+is_mapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _fields(leaf: Any) -> list[Any]:

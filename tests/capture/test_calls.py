@@ -181,6 +181,8 @@ def test_numbers_in_tensors(tap: CallTap) -> None:
     tap.in_steps(lambda: ("odd", Phase.FORWARD))
     for odd in (torch.full((1,), 1j), torch.ones(1, dtype=torch.bool), torch.full((1,), math.nan)):
         model["primitive"](torch.ones(2), odd)
+    tap.in_steps(lambda: ("mapped", Phase.FORWARD))
+    torch.func.vmap(lambda row: model["primitive"](torch.ones(2), row))(torch.ones(3, 1))
     tap.stop()
     assert list(tap.numbers().values()) == [{"scaling_factor": (4.0,)}]
 
