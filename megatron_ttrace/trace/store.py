@@ -382,6 +382,10 @@ class TraceReader:
         self.directory, self.meta, self.files = directory, meta, files
         self._views, self._mapped = {}, 0
         vars(self).pop("reference", None)
+        self.close()
+
+    def close(self) -> None:
+        """Give up the descriptor of what :meth:`early` opened."""
         if self._folder is not None:
             os.close(self._folder)
             self._folder = None
@@ -483,6 +487,8 @@ class TraceReader:
             try:
                 self._views[file] = MappedFile(path)
             except _ERRORS_OF_NOISE as error:
+                if not (self.is_complete or path.exists()):
+                    raise TTraceError("the reference run ended while its trace was read") from error
                 if isinstance(error, MemoryError) or _lacks_memory(path):
                     raise TTraceError(f"{path}: no memory to map it ({brief(error)})") from error
                 raise _unusable(path, f"is damaged ({brief(error)})") from error

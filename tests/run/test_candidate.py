@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a candidate's answer is concluded."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,4 +124,6 @@ def test_a_reference_that_is_read_early(
         from_one=lambda rank, task, work: work(),
         exchange=lambda task, work: [work(), elsewhere],
     )
+    handles = len(os.listdir("/proc/self/fd"))
     assert (session._early() is not None) == is_early
+    assert len(os.listdir("/proc/self/fd")) - handles == int(is_early)

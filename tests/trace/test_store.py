@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import re
+import shutil
 from unittest.mock import Mock
 
 import pytest
@@ -116,6 +117,18 @@ def test_a_trace_that_is_read_early(tmp_path):
     assert (reader.directory, reader.files) == (place, TraceReader(place).files)
     assert reader.data(key()).tolist() == [1.0] * 4
     assert not (place / TRACED).exists()
+
+
+def test_a_trace_that_ends_early(tmp_path):
+    """Its files are gone with the run that wrote them, and are not called damaged."""
+    writer = TraceWriter(tmp_path / "aside", 0)
+    writer.add(entry(torch.ones(4)), torch.ones(4))
+    writer.close()
+    announce(tmp_path / "aside", {})
+    reader = TraceReader.early(tmp_path / "aside", Budget())
+    shutil.rmtree(tmp_path / "aside")
+    with pytest.raises(TTraceError, match="the reference run ended"):
+        reader.data(key())
 
 
 def test_another_trace_than_the_one_that_was_read_early(tmp_path):
