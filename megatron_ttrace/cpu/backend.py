@@ -46,8 +46,13 @@ def _compile_nothing() -> None:
 
 
 def _compile(model: Any = None, **options: Any) -> Any:
-    """Stands for ``torch.compile``: the function as it is, or a decorator that returns it."""
+    """Stands for ``torch.compile``: the function as it is, or a decorator that returns it.
+
+    PyTorch's FlexAttention, which nobody uses uncompiled, has no backward pass on a CPU: ours does.
+    """
     del options
+    if model is getattr(sys.modules.get("torch.nn.attention.flex_attention"), "flex_attention", 0):
+        from megatron_ttrace.cpu.operators.flex_attention import flex_attention as model
     return (lambda decorated: decorated) if model is None else model
 
 
@@ -75,6 +80,7 @@ def activate() -> None:
     _compile_nothing()
     from megatron_ttrace.cpu import (
         apex,
+        autocast,
         bridge,
         collectives,
         cuda,
@@ -87,6 +93,7 @@ def activate() -> None:
     te.install()
     devices.install()
     cuda.install()
+    autocast.install()
     collectives.install()
     apex.install()
     operators.install()

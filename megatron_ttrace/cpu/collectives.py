@@ -107,6 +107,23 @@ def _install_uneven() -> None:
                     output.copy_(total)
         return _Done() if async_op else None
 
+    @functools.wraps(dist.all_to_all)
+    def exchange(
+        output_tensor_list: list[torch.Tensor],
+        input_tensor_list: list[torch.Tensor],
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        lists = output_tensor_list, input_tensor_list
+        flat = torch.cat([part.reshape(-1) for part in input_tensor_list])
+        sizes = [[part.numel() for part in parts] for parts in lists]
+        received = flat.new_empty(sum(sizes[0]))
+        dist.all_to_all_single(received, flat, *sizes, group=group)
+        for part, values in zip(output_tensor_list, received.split(sizes[0]), strict=True):
+            part.copy_(values.view_as(part))
+        return _Done() if async_op else None
+
+    _patch("all_to_all", exchange)
     _patch("all_gather", gather)
     _patch("reduce_scatter", scatter)
 

@@ -22,8 +22,8 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +90,8 @@ class Event:
 
 
 _THE_STREAM = Stream()
+_chosen = [0]
+"""The current device."""
 
 
 def _device_count() -> int:
@@ -97,21 +99,35 @@ def _device_count() -> int:
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def _choose(device: Any) -> None:
+    """Remember the device that a rank chose: code that numbers ranks by it must not see one."""
+    is_number = isinstance(device, int)
+    index = device if is_number else torch.device(device).index
+    if index is not None and index >= 0:
+        _chosen[0] = index
+
+
 def _install_queries(cuda: Any) -> None:
     for name in ("is_available", "is_initialized", "is_bf16_supported"):
         setattr(cuda, name, _always(True))
-    for name in ("init", "_lazy_init", "set_device"):
+    for name in ("init", "_lazy_init"):
         setattr(cuda, name, _always())
     # Megatron hands its random-state callbacks to _lazy_call, to be run once CUDA is up.
     cuda._lazy_call = lambda callback, **_: callback()
     cuda.device_count = _device_count
-    cuda.current_device = _always(0)
+    cuda.set_device, cuda.current_device = _choose, lambda: _chosen[0]
     cuda.device = cuda.device_of = nullcontext
     cuda.get_device_capability = _always(CAPABILITY)
     cuda.get_device_name = _always("cpu")
     # Legacy type objects: used as constructors and in isinstance checks on a tensor's dtype.
     for kind in "Float Half BFloat16 Double Int Long Short Char Byte Bool".split():
         setattr(cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
+
+
+@contextmanager
+def _range(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """In place of ``torch.cuda.nvtx.range``, which is a decorator, too."""
+    yield
 
 
 def _install_streams(cuda: Any) -> None:
@@ -121,10 +137,12 @@ def _install_streams(cuda: Any) -> None:
     cuda.current_stream = cuda.default_stream = _always(_THE_STREAM)
     for name in ("set_stream", "synchronize", "_sleep", "check_error"):
         setattr(cuda, name, _always())
+    # A graph computes what its module does.
+    cuda.make_graphed_callables = lambda callables, *args, **kwargs: callables
     cuda.is_current_stream_capturing = _always(False)
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, _always(0))
-    cuda.nvtx.range = lambda msg, *args, **kwargs: nullcontext()
+    cuda.nvtx.range = _range
     cuda.profiler.start = cuda.profiler.stop = _always()
     cuda.cudart = _always(
         SimpleNamespace(cudaProfilerStart=_always(0), cudaProfilerStop=_always(0))
@@ -228,6 +246,13 @@ def _install_data_loader(cuda: Any) -> None:
     loader.__iter__ = iterate
 
 
+def _install_attention(cuda: Any) -> None:
+    """Every kernel of attention has one formula: a choice that leaves out the CPU's is not made."""
+    del cuda
+    for name in ("flash", "mem_efficient", "math", "cudnn"):
+        setattr(torch._C, f"_set_sdp_use_{name}", _always())
+
+
 def install() -> None:
     """Replace what ``torch.cuda`` answers, and how its work is ordered."""
     for step in (
@@ -236,5 +261,6 @@ def install() -> None:
         _install_memory,
         _install_random_states,
         _install_data_loader,
+        _install_attention,
     ):
         step(torch.cuda)

@@ -69,6 +69,20 @@ def _install_factories() -> None:
         setattr(torch.Tensor, name, _redirected(getattr(torch.Tensor, name)))
 
 
+class _Makes(type):
+    """Makes PyTorch's own generators, and knows them."""
+
+    def __call__(cls, device: Any = "cpu") -> torch.Generator:
+        return torch._C.Generator(to_cpu(device))
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch._C.Generator)
+
+
+class Generator(metaclass=_Makes):
+    """In place of ``torch.Generator``, which cannot be wrapped: others use it as a type."""
+
+
 def _install_context() -> None:
     """``with torch.device("cuda"):`` and ``torch.set_default_device("cuda")``."""
     context: Any = torch_device_module.DeviceContext
@@ -153,6 +167,7 @@ def _install_meshes() -> None:
 def install() -> None:
     """Replace everything through which Megatron names a device."""
     _install_factories()
+    torch.Generator = Generator  # type: ignore[misc, assignment]
     _install_context()
     _install_tensor_moves()
     _install_load()

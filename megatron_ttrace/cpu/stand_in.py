@@ -14,6 +14,11 @@ def offer(name: str, contents: Mapping[str, Any]) -> None:
     module = ModuleType(name, f"Standing in for {name} on a CPU.")
     module.__dict__.update(contents)
     module.__path__ = []
+
+    def lacking(attribute: str) -> Any:
+        raise AttributeError(f"{name}.{attribute} is not emulated on a CPU")
+
+    module.__dict__["__getattr__"] = lacking
     module.__spec__ = ModuleSpec(name, None, is_package=True)
     sys.modules[name] = module
     parent, _, child = name.rpartition(".")

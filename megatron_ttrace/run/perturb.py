@@ -17,8 +17,9 @@ An epsilon of the compute dtype is much smaller than the steps of FP8: nearly al
 rounded to the same FP8 number. In another layout they change because scales differ, so scales are
 perturbed too (if TransformerEngine is emulated; the real one's scales cannot be changed).
 
-Where all else is float32, two things may be in bfloat16: the gradient of logits (``step_of_loss``)
-and what Muon orthogonalises (``rounded_momentum``).
+Where all else is float32, three things may be in 16 bits: the gradient of logits
+(``step_of_loss``), what Muon orthogonalises (``rounded_momentum``), what modules return under
+autocast.
 """
 
 import dataclasses
@@ -135,9 +136,10 @@ def split_head(
             if not seen:
                 return None
             above = seen.pop()
-            parts = above[..., :cut] @ weight[:cut] + above[..., cut:] @ weight[cut:]
+            rows = weight.to(above.dtype)  # as autocast does
+            parts = above[..., :cut] @ rows[:cut] + above[..., cut:] @ rows[cut:]
             # Other modules may have read the hidden states: only the head's share changes.
-            change = (parts.float() - (above @ weight).float()).view(-1, *gradient.shape[1:])
+            change = (parts.float() - (above @ rows).float()).view(-1, *gradient.shape[1:])
             if spread is not None:
                 spread.add_up(change)
                 if len(change) != len(gradient):
@@ -246,6 +248,13 @@ def perturbed(
             return output * factor.to(output.dtype)
         return output
 
+    def cast(module: Any, args: Any, output: Any) -> Any:
+        first, *others = output if type(output) is tuple else (output,)
+        if not (torch.is_tensor(first) and first.dtype in (torch.bfloat16, torch.float16)):
+            return output
+        changed = outputs((), module, args, first)
+        return (changed, *others) if type(output) is tuple else changed
+
     with torch.no_grad():
         for name, parameter in named:
             if parameter.dtype == torch.float32:
@@ -267,4 +276,7 @@ def perturbed(
             stack.enter_context(quantize.other_scales(generator))
         if all(parameter.dtype == torch.float32 for _, parameter in named):
             stack.enter_context(rounded_momentum(optimizer, generator))
+            for _, module in modules:
+                if next(module.children(), None) is None:
+                    stack.callback(module.register_forward_hook(cast).remove)
         yield

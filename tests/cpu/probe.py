@@ -41,7 +41,7 @@ def devices() -> None:
         "module": torch.nn.Linear(2, 2).to("cuda").cuda(0).weight,
         "legacy": torch.cuda.FloatTensor([1.0]),
         "legacy bool": torch.cuda.BoolTensor([True]),
-        "drawn": torch.normal(0.0, 1.0, (2,), device="cuda"),
+        "drawn": torch.normal(0.0, 1.0, (2,), device="cuda", generator=torch.Generator("cuda")),
     }
     with torch.device("cuda"):
         asked["context"] = torch.zeros(2)
@@ -53,6 +53,7 @@ def devices() -> None:
     assert {name: str(tensor.device) for name, tensor in asked.items()} == dict.fromkeys(
         asked, "cpu"
     )
+    assert isinstance(torch.default_generator, torch.Generator)
     assert x.cuda() is x
     assert x.to("cuda").dtype == torch.float32
     assert asked["to keyword"].dtype == torch.float64
@@ -114,6 +115,12 @@ def streams() -> None:
     assert event.elapsed_time(later) >= 0
     assert not torch.cuda.is_current_stream_capturing()
 
+    @torch.cuda.nvtx.range("step {}", 1)
+    def marked() -> bool:
+        return True
+
+    assert marked()
+
 
 def random_states() -> None:
     """The round trip that Megatron's tracker makes at every dropout, with one generator."""
@@ -143,12 +150,49 @@ def queries() -> None:
     assert torch.cuda.is_available()
     assert cpu.needed()
     assert not torch.accelerator.is_available()
+    torch.cuda.set_device("cuda:1")
+    assert torch.cuda.current_device() == 1
+    torch.cuda.set_device(0)
     torch.accelerator.set_device_index(0)
     assert torch.accelerator.current_device_index() == 0
     torch.cuda.set_per_process_memory_fraction(0.5)
     assert torch.cuda.memory_allocated() + torch.cuda.memory_stats()["any"] == 0
     assert torch.cuda.get_device_properties(0).total_memory > 0
     assert torch.cuda.get_device_capability() >= (8, 0)  # bf16 is refused below
+
+
+def autocast() -> None:
+    """CUDA's rules act on the CPU's tensors, in the region that asks for them and nowhere else."""
+    linear, x = torch.nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+    low, wide = torch.bfloat16, torch.float32
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=wide)
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x @ x.T
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient
+
+    with torch.autocast("cuda", dtype=low):
+        y = linear(x)
+        found = [y, y.T @ x, torch.mv(y, x[0]), y + x, y.softmax(-1), y.sum(), y.exp(), y.norm()]
+        found += [torch.dot(y[0], x[0]), torch.dot(y[0], y[0]), Function.apply(y)]
+        found += [torch.nn.functional.layer_norm(y, (4,)), y.double().exp()]
+        with torch.autocast("cuda", enabled=False):
+            found.append(linear(x))
+        assert torch.is_autocast_enabled()
+    rest = [wide, wide, wide, wide, wide, wide, low, wide, wide, torch.float64, wide]
+    assert [tensor.dtype for tensor in found] == [low, low, low, *rest]
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == linear(x).dtype == wide
+    assert y.softmax(-1).dtype == low
+    with torch.cuda.amp.autocast():
+        assert linear(x).dtype == torch.float16
 
 
 def collectives(rank: int, where: str) -> None:
@@ -178,6 +222,9 @@ def collectives(rank: int, where: str) -> None:
     splits = torch.tensor([1, 2])
     dist.all_to_all_single(exchanged, torch.full((3,), mine), wanted, splits, group=group)
     assert exchanged.tolist() == ([1.0, 2.0] if rank == 0 else [1.0, 1.0, 2.0, 2.0])
+    received = [torch.zeros(1, rank + 1) for _ in range(2)]
+    dist.all_to_all(received, [torch.full((1, n), mine) for n in (1, 2)], group=group)
+    assert [part.tolist() for part in received] == [[[n] * (rank + 1)] for n in (1.0, 2.0)]
     halves = torch.zeros(1, dtype=torch.bfloat16)
     dist.reduce_scatter_tensor(halves, torch.full((2,), mine, dtype=torch.bfloat16), group=group)
     assert halves.tolist() == [3.0]
@@ -236,6 +283,21 @@ def compiled() -> None:
     assert "torch._dynamo" not in sys.modules
 
 
+def attention() -> None:
+    """Kernels of a GPU can be asked for, and FlexAttention, which is compiled, has gradients."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    x = torch.randn(1, 2, 8, 4, requires_grad=True)
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        expected = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, device="cuda")
+    found = torch.compile(flex_attention)(x, x, x, block_mask=mask)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    assert torch.cuda.make_graphed_callables(found, (x,)) is found
+
+
 def optimizer() -> None:
     """Before its step torch imports its compiler, which wants each function of torch.cuda once."""
     parameter = torch.nn.Parameter(torch.ones(1))
@@ -253,7 +315,7 @@ CHECKS = {
     check.__name__: check
     for check in (
         *(compiled, twice, devices, threads, mesh, default_device, scripted, type_names, streams),
-        *(random_states, data_loader, queries, forked, optimizer),
+        *(random_states, data_loader, queries, forked, optimizer, autocast, attention),
     )
 }
 """In this order: scripting, and an optimizer's step, import the compiler."""

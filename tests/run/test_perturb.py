@@ -264,6 +264,43 @@ def test_a_float32_output_of_16_bit_weights():
     assert changes.max() == pytest.approx(epsilon(torch.bfloat16), rel=1e-3)
 
 
+def test_what_autocast_computes_moves_by_its_own_step():
+    """In a float32 model, and once: not what contains it, too."""
+
+    class Leaf(torch.nn.Module):
+        def forward(self, x):
+            return x.bfloat16(), None
+
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.leaf = Leaf()
+
+        def forward(self, x):
+            self.seen = self.leaf(x)
+            return self.seen
+
+    model = Model()
+    model.outer = Outer()
+    x = torch.ones(1000)
+    for seed, numbers in ((0, 1), (1, 2)):
+        with perturbed([canonical_names(model)], seed):
+            moved, other = found = model.outer(x)
+        assert found is model.outer.seen
+        assert other is None
+        assert (moved.dtype, len(moved.unique())) == (torch.bfloat16, numbers)
+
+
+def test_the_heads_rows_are_rounded_as_autocast_does(split):
+    """Its weight is float32, what enters it is not."""
+    words, hidden, above, generator = split
+    head = Head(words.weight.detach().float())
+    split_head(head, generator)
+    head.forward = lambda x: (x @ head.weight.bfloat16().T, None)
+    head(hidden)[0].backward(above)
+    assert hidden.grad.isfinite().all()
+
+
 class Critic(Head):
     """A fork's: called by another keyword, it returns a plain tensor."""
 

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.cpu.autocast import kernel
 from megatron_ttrace.cpu.operators.conv1d import causal_conv1d_fn
 
 
+@kernel
 def chunk_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.cpu.autocast import kernel
 
+
+@kernel
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,

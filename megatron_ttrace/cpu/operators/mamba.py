@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_ttrace.cpu.autocast import kernel
 from megatron_ttrace.cpu.operators.conv1d import causal_conv1d_fn
 
 
+@kernel
 def mamba_chunk_scan_combined(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -110,6 +112,7 @@ def _chunk(
     return y, state + torch.einsum("bsh,bshp,bshn->bhpn", last, values, keys)
 
 
+@kernel
 def mamba_split_conv1d_scan_combined(
     zxbcdt: torch.Tensor,
     conv1d_weight: torch.Tensor,

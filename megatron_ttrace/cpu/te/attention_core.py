@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ttrace.cpu.autocast import kernel
 from megatron_ttrace.cpu.te.masks import MaskRule, Tokens
 from megatron_ttrace.cpu.te.norms import compute_dtype
 from megatron_ttrace.cpu.te.parallel import Group
@@ -218,6 +219,7 @@ class FusedAttention(torch.autograd.Function):
     """
 
     @staticmethod
+    @kernel
     def forward(
         ctx: Any,
         q: torch.Tensor,

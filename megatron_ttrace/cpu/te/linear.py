@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.cpu.autocast import dtype_or
 from megatron_ttrace.cpu.te.base import (
     InitMethod,
     Queue,
@@ -296,8 +297,9 @@ class ParallelLinear(TransformerEngineBaseModule):
 
         Raises ``TypeError`` as TransformerEngine if a parameter has another dtype than the input.
         """
-        for name, parameter in () if torch.is_autocast_enabled() else self.named_parameters():
-            if parameter.dtype != x.dtype:
+        is_cast, x = torch.is_autocast_enabled(), x.to(dtype_or(x.dtype))
+        for name, parameter in self.named_parameters():
+            if parameter.dtype != x.dtype and not is_cast:
                 raise TypeError(
                     "Data types for parameters must match when outside of autocasted region. "
                     f"Found input dtype: {x.dtype} and {name!r} dtype: {parameter.dtype}"
@@ -317,7 +319,8 @@ class ParallelLinear(TransformerEngineBaseModule):
             rounded=self._rounded if keeps else None,
         )
         parameters = [*weights, *(self.product_biases() if self.apply_bias else ())]
-        output, total = LinearFunction.apply(x, settings, splits, *parameters)
+        casts = (parameter.to(dtype_or(parameter.dtype)) for parameter in parameters)
+        output, total = LinearFunction.apply(x, settings, splits, *casts)
         return output, total
 
 
@@ -383,6 +386,7 @@ class LayerNormLinear(ParallelLinear):
     ) -> Any:
         """``[s, ..., k]`` to ``[s', ..., n]``; then bias and norm output as asked for."""
         norm = NormKind(self.normalization, self.eps, self.zero_centered_gamma)
+        inp = inp.to(dtype_or(inp.dtype))
         normalized = normalise(inp, self.layer_norm_weight, self.layer_norm_bias, norm)
         returned = self.return_layernorm_output
         gathers = returned and self.return_layernorm_output_gathered

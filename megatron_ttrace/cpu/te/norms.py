@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.cpu.autocast import dtype_or
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Type that kernels compute in for tensors of ``dtype``."""
@@ -101,10 +103,10 @@ class _Norm(torch.nn.Module):
         self._mark()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise ``[..., h]``, which is first rounded to the weight's dtype."""
+        """Normalise ``[..., h]``, first rounded to the weight's dtype, or autocast's."""
         kind = NormKind(self.name, self.eps, self.zero_centered_gamma)
         shape = x.shape
-        x = x.to(self.weight.dtype).reshape(*shape[: x.dim() - self.weight.dim()], -1)
+        x = x.to(dtype_or(self.weight.dtype)).reshape(*shape[: x.dim() - self.weight.dim()], -1)
         bias = self.bias.reshape(-1) if self.has_bias else None
         return normalise(x, self.weight.reshape(-1), bias, kind).reshape(shape)
 
