@@ -109,7 +109,7 @@ def install() -> None:
         set_dtype(device_type, dtype)
         set_dtype(to_cpu(device_type), dtype)
 
-    torch.set_autocast_enabled = set_autocast_enabled
-    torch.set_autocast_dtype = set_autocast_dtype
+    for replacement in (set_autocast_enabled, set_autocast_dtype):
+        setattr(torch, replacement.__name__, replacement)
     # For inputs of autograd functions (``custom_fwd``).
     autocast_mode._cast = lambda value, device_type, dtype: cast(value, to_cpu(device_type), dtype)

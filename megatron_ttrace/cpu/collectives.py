@@ -116,10 +116,10 @@ def _install_uneven() -> None:
     ) -> Any:
         lists = output_tensor_list, input_tensor_list
         flat = torch.cat([part.reshape(-1) for part in input_tensor_list])
-        sizes = [[part.numel() for part in parts] for parts in lists]
-        received = flat.new_empty(sum(sizes[0]))
-        dist.all_to_all_single(received, flat, *sizes, group=group)
-        for part, values in zip(output_tensor_list, received.split(sizes[0]), strict=True):
+        theirs, ours = ([part.numel() for part in parts] for parts in lists)
+        received = flat.new_empty(sum(theirs))
+        dist.all_to_all_single(received, flat, theirs, ours, group)
+        for part, values in zip(output_tensor_list, received.split(theirs), strict=True):
             part.copy_(values.view_as(part))
         return _Done() if async_op else None
 
