@@ -295,6 +295,8 @@ def attention() -> None:
     found = torch.compile(flex_attention)(x, x, x, block_mask=mask)
     torch.testing.assert_close(found, expected)
     found.sum().backward()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert torch.equal(torch.compile(flex_attention)(x, x, x, block_mask=mask), found)
     assert torch.cuda.make_graphed_callables(found, (x,)) is found
 
 

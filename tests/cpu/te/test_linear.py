@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron_ttrace.cpu.te.distributed_weight import get_dummy_wgrad
 from megatron_ttrace.cpu.te.grouped_linear import GroupedLinear
 from megatron_ttrace.cpu.te.linear import LayerNormLinear, Linear
+from megatron_ttrace.cpu.te.norms import LayerNorm
 from megatron_ttrace.trace.errors import TTraceError
 from tests.cpu.te.ranks import close, run_ranks, same_gradients
 
@@ -164,6 +165,18 @@ def test_another_dtype_than_the_parameters_is_refused(kind):
     """As by TransformerEngine, outside of autocast."""
     with pytest.raises(TypeError, match=r"Found input dtype: torch.float32 and '\w+' dtype"):
         kind(4, 4, bias=False, params_dtype=torch.bfloat16)(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
+def test_under_autocast(kind, monkeypatch):
+    """Both operands are rounded, and the gradient of the weight is not."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _="": True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.bfloat16)
+    module, x = randomise(kind(4, 6)), torch.randn(3, 2, 4, requires_grad=True)
+    output = module(x)
+    output.float().sum().backward()
+    assert output.dtype == LayerNorm(normalized_shape=4)(x).dtype == torch.bfloat16
+    assert x.grad.dtype == module.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -32,6 +32,10 @@ from transformer_engine.pytorch import Linear, DotProductAttention
 from transformer_engine.common.recipe import DelayedScaling
 assert te.emulated() and not te.real_present()
 try:
+    engine.pytorch.LayerNormMLP
+except AttributeError as error:
+    assert str(error) == "transformer_engine.pytorch.LayerNormMLP is not emulated on a CPU"
+try:
     import transformer_engine.pytorch.no_such_part
 except ModuleNotFoundError:
     print(engine.__version__, Linear.__module__, DelayedScaling.__module__)
