@@ -2,8 +2,8 @@
 """``torch.autocast("cuda")``: its rules, for tensors that are on a CPU.
 
 PyTorch casts the operands of products to the lower precision on any device, but on CUDA alone those
-of exponentials, sums, norms and losses to float32. So the state of CUDA's autocast becomes that of
-the CPU's, too, and operators that only CUDA's casts get its rule (``ATen/autocast_mode.h``).
+of exponentials, sums, norms and losses to float32. So both devices have one state, as a tensor's
+device is the CPU, and operators that only CUDA's casts get its rule (``ATen/autocast_mode.h``).
 """
 
 import functools
@@ -24,8 +24,8 @@ _WIDEST = frozenset(
     "addcdiv addcmul atan2 bilinear cross dot index_put scatter_add tensordot vdot".split()
 )
 """In the widest dtype of their operands; all others that CUDA's autocast has are in float32."""
+_BOTH = ("cuda", "cpu")
 _COARSE = (torch.float16, torch.bfloat16)
-_library: list[torch.library.Library] = []
 
 
 def _cast(operands: Any, name: str) -> Any:
@@ -68,10 +68,9 @@ def kernel[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 
 @functools.cache
-def _complete() -> None:
-    """Give the CPU's autocast the rules that only CUDA's has."""
+def _complete() -> torch.library.Library:
+    """Give the CPU's autocast the rules that only CUDA's has; they live as long as the result."""
     library = torch.library.Library("aten", "IMPL")
-    _library.append(library)  # the rules live as long as it does
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     for full in sorted(_registered("AutocastCUDA") - _registered("AutocastCPU")):
         namespace, _, name = full.partition("::")
@@ -86,30 +85,29 @@ def _complete() -> None:
                 return operator(*args, **kwargs)
 
         library.impl(name, rule, "AutocastCPU")
+    return library
 
 
 def install() -> None:
-    """Let CUDA's autocast act on the CPU's tensors; nothing is registered before it is used."""
-    turn, set_dtype, cast = (
-        torch.set_autocast_enabled,
-        torch.set_autocast_dtype,
-        autocast_mode._cast,
-    )
+    """Let both devices have one state and CUDA's rules, registered when they are first used."""
+    turn, set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
+    cast = autocast_mode._cast
 
     @functools.wraps(turn)
     def set_autocast_enabled(*args: Any) -> None:
-        turn(*args)
-        if args[:-1] in ((), ("cuda",)):
-            turn("cpu", args[-1])
+        # Without a device, CUDA's is meant.
+        for device in _BOTH if args[0] in (*_BOTH, True, False) else args[:1]:
+            turn(device, args[-1])
         if args[-1]:
             _complete()
 
     @functools.wraps(set_dtype)
     def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
-        set_dtype(device_type, dtype)
-        set_dtype(to_cpu(device_type), dtype)
+        for device in _BOTH if device_type in _BOTH else (device_type,):
+            set_dtype(device, dtype)
 
     for replacement in (set_autocast_enabled, set_autocast_dtype):
         setattr(torch, replacement.__name__, replacement)
+    torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
     # For inputs of autograd functions (``custom_fwd``).
     autocast_mode._cast = lambda value, device_type, dtype: cast(value, to_cpu(device_type), dtype)

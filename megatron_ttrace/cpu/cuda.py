@@ -101,8 +101,7 @@ def _device_count() -> int:
 
 def _choose(device: Any) -> None:
     """Remember the device that a rank chose: code that numbers ranks by it must not see one."""
-    is_number = isinstance(device, int)
-    index = device if is_number else torch.device(device).index
+    index = device if isinstance(device, int) else torch.device(device).index
     if index is not None and index >= 0:
         _chosen[0] = index
 

@@ -187,6 +187,10 @@ def autocast() -> None:
         assert torch.is_autocast_enabled()
     rest = [wide, wide, wide, wide, wide, wide, low, wide, wide, torch.float64, wide]
     assert [tensor.dtype for tensor in found] == [low, low, low, *rest]
+    with torch.autocast(x.device.type):
+        with torch.autocast("cuda", enabled=False):
+            assert linear(x).dtype == wide
+        assert linear(x).dtype == torch.float16
     y.sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == linear(x).dtype == wide
