@@ -350,8 +350,6 @@ class CandidateSession:
         with contextlib.suppress(OSError, TTraceError):
             early = TraceReader.early(Path(directory), self.budget)
         everywhere = self.ranks.exchange("opening the reference", lambda: early is not None)
-        if early is not None and not all(everywhere):
-            early.close()
         return early if all(everywhere) else None
 
     def _complete(self) -> TraceReader:

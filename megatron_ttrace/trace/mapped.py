@@ -8,6 +8,7 @@ ends with the file, their shapes and their dtypes.
 """
 
 import ctypes
+import errno
 import functools
 import math
 import mmap
@@ -158,3 +159,12 @@ def _places(opened: Any, at: int, end: int) -> dict[str, _Place]:
         places[name] = _Place(dtype, shape, at)
         at += math.prod(shape) * dtype.itemsize
     return places if at == end else {}
+
+
+def lacks_memory(path: Path) -> bool:
+    """Whether there is no memory to map a file. What maps traces only says so in words."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+            return False
+    except (OSError, ValueError) as error:
+        return isinstance(error, OSError) and error.errno == errno.ENOMEM

@@ -23,11 +23,9 @@ parse, but not all tensors. A trace file that ``meta.json`` does not list is ref
 """
 
 import dataclasses
-import errno
 import functools
 import json
 import math
-import mmap
 import os
 import re
 from collections import deque
@@ -45,7 +43,7 @@ from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.codec import Count, Record
 from megatron_ttrace.trace.errors import TTraceError, brief
 from megatron_ttrace.trace.index import DATA_FILE, INDEX_FILE, Entry, encode, read_index
-from megatron_ttrace.trace.mapped import MappedFile
+from megatron_ttrace.trace.mapped import MappedFile, lacks_memory
 from megatron_ttrace.trace.meta import CandidateMeta, ReferenceMeta
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.sealing import CHECKSUM, checksums_of_files, open_sealed, seal_json
@@ -390,6 +388,8 @@ class TraceReader:
             os.close(self._folder)
             self._folder = None
 
+    __del__ = close
+
     @property
     def is_complete(self) -> bool:
         """Whether it is sealed, or nobody else writes it."""
@@ -489,16 +489,7 @@ class TraceReader:
             except _ERRORS_OF_NOISE as error:
                 if not (self.is_complete or path.exists()):
                     raise TTraceError("the reference run ended while its trace was read") from error
-                if isinstance(error, MemoryError) or _lacks_memory(path):
+                if isinstance(error, MemoryError) or lacks_memory(path):
                     raise TTraceError(f"{path}: no memory to map it ({brief(error)})") from error
                 raise _unusable(path, f"is damaged ({brief(error)})") from error
         return self._views[file]
-
-
-def _lacks_memory(path: Path) -> bool:
-    """Whether there is no memory to map a file. What maps traces only says so in words."""
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
-            return False
-    except (OSError, ValueError) as error:
-        return isinstance(error, OSError) and error.errno == errno.ENOMEM

@@ -125,5 +125,6 @@ def test_a_reference_that_is_read_early(
         exchange=lambda task, work: [work(), elsewhere],
     )
     handles = len(os.listdir("/proc/self/fd"))
-    assert (session._early() is not None) == is_early
+    early = session._early()
+    assert (early is not None) == is_early
     assert len(os.listdir("/proc/self/fd")) - handles == int(is_early)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from safetensors.torch import save_file
 
-from megatron_ttrace.trace import codec, store
+from megatron_ttrace.trace import codec, mapped, store
 from megatron_ttrace.trace import index as index_module
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.errors import TTraceError
@@ -413,7 +413,7 @@ def test_too_little_memory(tmp_path, monkeypatch, error, number, words):
     written(tmp_path, {"a": torch.randn(5)})
     monkeypatch.setattr(store, "MappedFile", Mock(side_effect=error))
     if number:
-        monkeypatch.setattr(store.mmap, "mmap", Mock(side_effect=OSError(number, "")))
+        monkeypatch.setattr(mapped.mmap, "mmap", Mock(side_effect=OSError(number, "")))
     with pytest.raises(TTraceError, match=words):
         read_all(tmp_path)
 
