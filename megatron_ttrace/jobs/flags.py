@@ -47,8 +47,9 @@ def path(text: str) -> Path:
     """A path, for argparse: ``ArgumentTypeError`` if no file system accepts it."""
     parts = text.split("/")
     printable = ascii(text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}")
-    if "\0" in text:
-        raise argparse.ArgumentTypeError(f"{printable} holds a zero byte")
+    if not text or "\0" in text:
+        why = "holds a zero byte" if text else "is empty: is a variable not set?"
+        raise argparse.ArgumentTypeError(f"{printable} {why}")
     if len(os.fsencode(text)) >= _MOST_PATH or any(
         len(os.fsencode(part)) > _MOST_NAME for part in parts
     ):

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values that flags can have."""
 
+import argparse
 import contextlib
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.jobs.flags import parse_iterations
+from megatron_ttrace.jobs.flags import parse_iterations, path
 from megatron_ttrace.trace.errors import TTraceError
 
 
@@ -40,6 +42,15 @@ def test_what_is_no_list_of_iterations(text):
     ) as error:
         parse_iterations(text)
     assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("", "'' is empty: is a variable not set?"), ("a\0", "holds a zero byte")]
+)
+def test_no_path(text, why):
+    """An empty one would be the working folder."""
+    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(why)):
+        path(text)
 
 
 @given(st.text(max_size=12))
