@@ -11,7 +11,6 @@ import functools
 import math
 import numbers
 import sys
-import sysconfig
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from types import ModuleType
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.mcore.names import unwrap
+from megatron_ttrace.mcore.sources import is_installed
 
 _CONTAINERS = (list, dict, set, deque, Counter, defaultdict)
 _MOST = 1000
@@ -34,7 +34,6 @@ _HOOKS = """
 _forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _post_accumulate_grad_hooks
 """.split()
 _FORM = ("shape", "dtype", "device")
-_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 class PlainState:
@@ -174,13 +173,11 @@ def _is_managed(module: torch.nn.Module) -> bool:
 @functools.cache
 def _users_modules(_: int) -> tuple[ModuleType, ...]:
     """The script, and the modules that are not installed, among so many that are imported."""
-    library = sysconfig.get_path("stdlib")
 
     def is_users(name: str, module: ModuleType) -> bool:
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or file.startswith(library) or name == "__mp_main__":
+        if not isinstance(file, str) or name == "__mp_main__":
             return False
-        is_installed = any(part in file for part in _INSTALLED)
-        return not is_installed and not f"{name}.".startswith(_MANAGED)
+        return not is_installed(file) and not f"{name}.".startswith(_MANAGED)
 
     return tuple(module for name, module in list(sys.modules.items()) if is_users(name, module))

@@ -65,16 +65,35 @@ def _checkout() -> str:
 
 @functools.cache
 def in_megatron(file: str) -> bool:
-    """Whether a source file is one of Megatron's."""
-    folder = megatron_folder()
-    return bool(folder) and file.startswith(folder)
+    """Whether a source file is one of Megatron's, or of Megatron-Bridge's, wherever that is."""
+    return file.startswith(_parts())
+
+
+@functools.cache
+def _parts() -> tuple[str, ...]:
+    """The folders of the package ``megatron``, which may be several, with separators."""
+    spec = importlib.util.find_spec("megatron")
+    folders = (spec and spec.submodule_search_locations) or ()
+    return tuple(os.path.join(folder, "") for folder in folders)
 
 
 @functools.cache
 def is_users(file: str) -> bool:
     """Whether a source file is neither Megatron's, this package's, Python's, nor installed."""
-    installed = file.startswith((_STDLIB, _TORCH, _PROGRAMS)) or _INSTALLED.search(file) is not None
-    return bool(file) and not (in_megatron(file) or is_own(file) or installed)
+    return bool(file) and not (in_megatron(file) or is_own(file) or is_installed(file))
+
+
+@functools.cache
+def is_installed(file: str) -> bool:
+    """Whether a source file is Python's, or one of a package that pip installed."""
+    standard = file.startswith((_STDLIB, _TORCH, _PROGRAMS, *_targets(tuple(sys.path[1:]))))
+    return standard or _INSTALLED.search(file) is not None
+
+
+@functools.cache
+def _targets(path: tuple[str, ...]) -> list[str]:
+    """Folders on the path that pip installed into (``--target``): it describes packages there."""
+    return [os.path.join(folder, "") for folder in path if [*Path(folder).glob("*.dist-info")]]
 
 
 @functools.cache
@@ -297,7 +316,8 @@ def outermost(code: CodeType) -> str:
 def relative(file: str) -> str:
     """A path from the folder that the package was imported from."""
     if in_megatron(file):
-        return "megatron/" + Path(file.removeprefix(megatron_folder())).as_posix()
+        folder = next(part for part in _parts() if file.startswith(part))
+        return "megatron/" + Path(file.removeprefix(folder)).as_posix()
     folders = [folder for folder in sys.path if folder and file.startswith(folder + os.sep)]
     return Path(file.removeprefix(max(folders, key=len, default="") + os.sep)).as_posix()
 

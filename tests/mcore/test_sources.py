@@ -87,12 +87,28 @@ def test_the_training_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             assert sources.of_script(str(tmp_path / name))
             assert sources.part_of(str(tmp_path / name)) is Phase.SCRIPT
         monkeypatch.setattr(sources, "_package_of", lambda file: Path(file).parts[-2])
-        others = "lib/site-packages/x.py", "../megatron/bridge.py"
+        (tmp_path / "packages" / "made-1.0.dist-info").mkdir(parents=True)
+        monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "packages")])
+        others = "lib/site-packages/x.py", "../megatron/bridge.py", "packages/made/x.py"
         assert not any(sources.of_script(str(tmp_path / other)) for other in others)
         assert not sources.of_script(f"{sources.megatron_folder()}core/utils.py")
     finally:
         for function in cached:
             function.cache_clear()
+
+
+def test_a_part_of_megatron_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-Bridge may be a checkout of its own."""
+    (tmp_path / "megatron" / "made").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    sources._parts.cache_clear()
+    try:
+        file = str(tmp_path / "megatron" / "made" / "x.py")
+        assert sources.in_megatron(file)
+        assert sources.relative(file) == "megatron/made/x.py"
+        assert sources.in_megatron(f"{sources.megatron_folder()}core/x.py")
+    finally:
+        sources._parts.cache_clear()
 
 
 def test_numbers_of_modules() -> None:
