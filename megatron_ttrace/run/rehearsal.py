@@ -53,6 +53,7 @@ _RANKS_OF_A_HOST = 8
 
 OWN_DROPOUT = "the model's own dropout is switched off in the traced steps"
 _LEFT_OUT = "passes of the model without gradients are not compared"
+_EVALUATING = "after the traced step, the model is in evaluation mode (model.eval()) on some ranks"
 _RANDOM = (
     "the model draws random numbers in the traced steps: other layouts draw different ones, so "
     "what depends on them differs by design; check the job without them"
@@ -371,6 +372,8 @@ class Rehearsal:
         self._ranks.together("tracing", self._refuse)
         if tap.left_out:
             self.remarks[_LEFT_OUT] = None
+        if not all(chunk.training for chunk in self.model.chunks):
+            self.remarks[_EVALUATING] = None
         return tap.counted(iteration)
 
     def _begin(self, tap: StepTap, run: Callable[[], Any]) -> Any:

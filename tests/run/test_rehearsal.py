@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ttrace.mcore import quiet
-from megatron_ttrace.run import low_precision
+from megatron_ttrace.run import low_precision, rehearsal
 from megatron_ttrace.run.rehearsal import Rehearsal, spread_ids
 
 
@@ -56,6 +56,19 @@ def test_labels_of_whole_samples(label: float) -> None:
     spread = spread_ids({"tokens": torch.ones(2, 4, dtype=torch.int64), "labels": labels}, 128)
     assert spread["labels"] is labels
     assert spread["tokens"].tolist() == [[80] * 4] * 2
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_model_in_evaluation_mode(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that only trains it has an effect, such as balancing losses: the report says so."""
+    monkeypatch.setattr(rehearsal, "StepTap", lambda *_: Mock(left_out=False, draws=True))
+    monkeypatch.setattr(quiet, "drawn_from", Mock())
+    made = object.__new__(Rehearsal)
+    made.remarks, made.model = {}, Mock(chunks=[torch.nn.Linear(1, 1).train(trains)])
+    made._kept = made._copies = made._ranks = Mock()
+    made._scheduler = SimpleNamespace(num_steps=0)
+    made.trace(Mock(), Mock(), [], 1)
+    assert ("in evaluation mode" in str(made.remarks)) is not trains
 
 
 def test_nothing_is_dumped(monkeypatch: pytest.MonkeyPatch) -> None:
