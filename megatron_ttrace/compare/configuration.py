@@ -22,6 +22,7 @@ class RunConfig(Record):
 
     Attributes:
         weight_shards: ranks that gather each weight, or each weight of an expert if these are more.
+        recomputes: whether activations are recomputed.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``, empty without experts.
         own_tokens: indices of the ``routing`` tensors of a router that depend on all tokens of a
             rank, where a rank has a part of a microbatch.
@@ -41,6 +42,7 @@ class RunConfig(Record):
     hidden: Count = 0
     seq_length: Count = 0
     weight_shards: Count = 1
+    recomputes: bool = False
     dispatcher: str = ""
     own_tokens: tuple[Count, ...] = ()
     own_shards: tuple[Kind, ...] = ()

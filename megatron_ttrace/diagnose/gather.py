@@ -39,8 +39,7 @@ class Traces:
         measured: what each rank measured; it shows which ranks hold which tensors.
         kept: the shards that were kept of the candidate, if there are any.
         meshes: of the candidate's ranks.
-        seq_length: of both; 0 if unknown.
-        weight_shards: of the candidate's weights.
+        run: the candidate's configuration.
     """
 
     reference: TraceReader
@@ -48,8 +47,7 @@ class Traces:
     measured: Mapping[int, Sequence[Measured]]
     kept: TraceReader | None = None
     meshes: tuple[Mesh, ...] = ()
-    seq_length: int = 0
-    weight_shards: int = 1
+    run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     @classmethod
     def read(
@@ -65,8 +63,7 @@ class Traces:
             kept = TraceReader(candidate)
             meshes = kept.candidate.meshes
             run = RunConfig.from_json(kept.candidate.config)
-            lengths = run.seq_length, run.weight_shards
-            return cls(reference, tolerances, measured, kept, meshes, *lengths)
+            return cls(reference, tolerances, measured, kept, meshes, run)
         return cls(reference, tolerances, measured)
 
     @functools.cached_property
@@ -104,8 +101,12 @@ class Traces:
             meshes=self.meshes,
             held={rank: measured.boxes for rank, measured in self.of(key) if measured.boxes},
             microbatches=max(1, self.reference.reference.microbatches // ranks),
-            seq_length=self.seq_length,
-            numbers={**known, "shards": self.weight_shards},
+            seq_length=self.run.seq_length,
+            numbers={
+                **known,
+                "shards": self.run.weight_shards,
+                "passes": 1 + self.run.recomputes,
+            },
             work=work,
             others=lambda: self._others(key, entry.shape),
             whole=lambda other: self.reference.data(other) if other in self.reference else None,

@@ -51,6 +51,7 @@ _COUNT_IN = {
     "layers": (Kind.METRIC,),
     "auxiliary": (Kind.METRIC,),
     "z": (Kind.METRIC,),
+    "passes": (Kind.METRIC, Kind.BUFFER),
 }
 """What a number of the job is a factor of."""
 _NOT_IN_FORWARD = ("pp", "dp")
@@ -318,7 +319,8 @@ def _own_sizes(evidence: Evidence) -> dict[str, float]:
     if evidence.microbatches > 1 and (shared or (evidence.key.kind in kinds and differ)):
         sizes["microbatches"] = evidence.microbatches
     for name, value in evidence.numbers.items():
-        if value != 1 and evidence.key.kind in _COUNT_IN.get(name, ()):
+        counts = (shared and name == "passes") or evidence.key.kind in _COUNT_IN.get(name, ())
+        if value != 1 and counts:
             sizes[name] = value
     if INNER_ATTENTION in evidence.key.name and evidence.reference.ndim == 4:
         sizes[_SOFTMAX] = math.sqrt(evidence.reference.shape[-1])

@@ -155,6 +155,7 @@ def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -
         hidden=args.hidden_size,
         seq_length=args.seq_length,
         weight_shards=max(getattr(args, name, 1) for name in SHARDS_OF_WEIGHTS),
+        recomputes=bool(getattr(args, "recompute_granularity", None)),
         dispatcher=dispatcher(model.names, args),
         own_tokens=tuple(balancing.depends_on_layout(args)),
         own_shards=own_shards.depends_on_layout(args)[0],
