@@ -14,6 +14,8 @@ from megatron_ttrace.trace.collectives import Phase
 from megatron_ttrace.trace.findings import Lack
 from megatron_ttrace.trace.records import Kind
 
+SCHEDULED = "scheduled-samples"
+"""The metric by how many samples the schedule advanced."""
 LATE = {"dw", "wgrad"}
 """Words in the names of functions that compute gradients of weights after the backward pass."""
 
@@ -85,7 +87,9 @@ def late(code: Code, constructors: Iterable[int | None]) -> Iterator[tuple[int, 
 
 
 def computing(code: Code, metric: str) -> Iterator[int]:
-    """What computes, by its name, the statistic that a logged number is."""
+    """What computes, by its name, the statistic that a logged number is, or steps the schedule."""
+    for context in code.at if metric == SCHEDULED else ():
+        yield from code.calling({"scheduler", "step"}, context)
     fitting = (words for words in COMPUTE.values() if words <= {*tokens(metric)})
     if words := max(fitting, key=len, default=None):
         for number in code.contexts:

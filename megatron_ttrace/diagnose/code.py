@@ -318,6 +318,8 @@ WORDS: dict[object, str] = {
     Loss.INDEXER: "indexer loss",
     Cause.LAYERS: "layers num pipeline",
     Cause.LAYER_NUMBERS: "layer offset",
+    Cause.FROZEN: "freeze frozen",
+    Cause.THAWED: "freeze frozen",
     Term.LOGARITHM: "loss log",
     Term.LABEL: "predicted target label",
     Term.SOFTMAX: "softmax exp loss",

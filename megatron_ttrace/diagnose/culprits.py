@@ -13,6 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from megatron_ttrace.diagnose.by_purpose import SCHEDULED
 from megatron_ttrace.diagnose.groups import Groups, group_of
 from megatron_ttrace.diagnose.origins import (
     ABSENT,
@@ -57,8 +58,7 @@ _SPECIAL: dict[tuple[Kind, int], Grounds] = {
 }
 _OF_KIND = {Kind.DROPOUT: Grounds.MASK, Kind.PRECISION: Grounds.PRECISION}
 _NO_GRADIENT = {Outcome.MISSING: Grounds.NO_MAIN_GRAD}
-_SAMPLES, _RATE = "scheduled-samples", "learning-rate"
-"""Metrics: by how many samples the schedule advanced, and the rate that it set."""
+_RATE = "learning-rate"  # the metric that the schedule set
 _UPDATED = (Kind.HYPERPARAMETERS, *MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)
 """In the order in which an optimizer's step computes them."""
 
@@ -424,7 +424,7 @@ def _left(verdicts: Sequence[Judged]) -> list[Origin]:
         Origin(v, v.name, _SPECIAL.get((v.kind, v.index), Grounds.METRIC))
         for v in _failures(verdicts, Kind.METRIC)
     ]
-    if any(origin.module == _SAMPLES for origin in logged):
+    if any(origin.module == SCHEDULED for origin in logged):
         scheduled = []
     elif not scheduled:
         return logged

@@ -110,13 +110,15 @@ class Explainer:
         if verdict.verdict is Outcome.MISSING and verdict.kind is Kind.GRAD_INPUT:
             return Explanation(observed=Finding(Cause.CUT_OFF))
         # What requires a gradient and is in no optimizer has an update: it never changes.
-        update = dataclasses.replace(key, kind=Kind.PARAM_DELTA)
+        update = dataclasses.replace(key, kind=Kind.PARAM_DELTA, index=0)
         if verdict.verdict is Outcome.MISSING and verdict.kind is Kind.MAIN_GRAD:
             is_frozen = update in self._traces.reference and not any(self._traces.of(update))
             return Explanation(Finding(Cause.FROZEN) if is_frozen else None)
         if verdict.verdict in (Outcome.MISSING, Outcome.EXTRA):
             expected = [other.name for other in self._traces.reference if start.is_start(other)]
-            is_known = verdict.kind is Kind.MAIN_GRAD and key.name in expected
+            # An optimizer that loads state for it trains it.
+            is_state = verdict.kind is Kind.LOADED and key.index not in start.WEIGHTS
+            is_known = (is_state or verdict.kind is Kind.MAIN_GRAD) and key.name in expected
             if is_known and update not in self._traces.reference:
                 return Explanation(Finding(Cause.THAWED))
             stages = start.stages_of(self._traces.started, self._traces.meshes)

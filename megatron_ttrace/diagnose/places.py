@@ -110,14 +110,15 @@ class Places:
         """The same, with the places to look at, most likely first."""
         verdict, why, sent = diagnosis.verdict, diagnosis.why, is_sent(diagnosis)
         finding = why.observed if isinstance(why.observed, OtherSetting) else why.finding
-        is_loaded = verdict.kind is Kind.LOADED  # by no function that was recorded
+        is_thawed = finding == Finding(Cause.THAWED)
+        is_loaded = verdict.kind is Kind.LOADED and not is_thawed  # by no function on record
         ranked = [] if is_loaded else self.ranked(verdict, finding, sent=sent)
         # What has no name of its own (a generator) is shown as what it is written in: once.
         places: list[Place] = []
         for _, one in ranked:
             if len(places) < MOST and not any(map(one.is_at, places)):
                 places.append(one)
-        anchor = "" if sent else anchor_of(self._ledger.sources, verdict, self._code)
+        anchor = "" if sent or is_thawed else anchor_of(self._ledger.sources, verdict, self._code)
         is_other = is_loaded or self._code.number(anchor) is None
         if is_other and (place := Place.of(anchor, Clue.RAN)):
             places = [place, *places[: MOST - 1]]
@@ -241,9 +242,8 @@ class _Judge:
         known = {Clue.BUILT if Clue.BUILT in points else Clue.RAN: 0.0} | points
         clue = max(known, key=lambda clue: points.get(clue, 0.0))
         # Where the user changed it is more precise than where it begins.
-        changed = self._lines.get((number, Clue.CHANGED))
-        line = self._lines.get((number, clue)) or changed or function.line
-        return Place(function.file, line, function.name.partition(".<")[0], clue)
+        line = self._lines.get((number, clue)) or self._lines.get((number, Clue.CHANGED))
+        return Place(function.file, line or function.line, function.name.partition(".<")[0], clue)
 
     def _score(self, number: int) -> float:
         contexts = self._code.contexts[number] - self._passed_before

@@ -190,8 +190,8 @@ class Suspects:
             farther = (1.0 if few else 0.5) * _FARTHER**distance
             self._built(outer, 1.0 if is_held else farther, whole=is_held)
         if is_held:
-            # The model itself may choose, or freeze, its layers.
-            self._built(ROOT, 1.0)
+            self._built(ROOT, 1.0)  # the model itself may choose, or freeze, its layers
+            self._named({"freeze", "frozen"}, 1.0)
         self._part(_G, 0.0, 0.4 if few else 1.0)
         self._part(Phase.OPTIMIZER, 0.0, 0.4)
         self._part(Phase.SCRIPT, 0.0, 0.4)

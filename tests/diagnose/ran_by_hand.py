@@ -110,6 +110,9 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "Config.__post_init__": {},
     "scaled_init_method": {},
     "prepare": {"size": 32},
+    "train": {},
+    "Scheduler.step": {},
+    "freeze_layers": {},
 }
 _NUMBERS = {name: number for number, name in enumerate(FUNCTIONS)}
 _CALLS = [
@@ -153,6 +156,8 @@ _CALLS = [
     ("sum_of_squares", "calc_params_norm", "", Phase.OTHER),
     *[("Config.__post_init__", "", "", C), ("scaled_init_method", "Config.__post_init__", "", C)],
     ("scaled_init_method", "Model.__init__", "", C),
+    *[("train", "", "", Phase.OTHER), ("Scheduler.step", "train", "", Phase.OTHER)],
+    ("freeze_layers", "", "", C),
 ]
 CODES = (
     ModuleCode(

@@ -44,6 +44,7 @@ from megatron_ttrace.trace.records import (
     Direction,
     DropoutIndex,
     Kind,
+    LoadedIndex,
     Outcome,
     TraceKey,
 )
@@ -248,10 +249,14 @@ def test_a_parameter_that_only_the_candidate_freezes(tmp_path: Path, is_updated:
 
 
 @pytest.mark.parametrize("kind", [Kind.PARAM, Kind.PARAM_DELTA])
-def test_a_parameter_that_only_the_reference_freezes(tmp_path: Path, kind: Kind) -> None:
+@pytest.mark.parametrize("failure", [(Kind.MAIN_GRAD, 0), (Kind.LOADED, LoadedIndex.ROUNDED)])
+def test_a_parameter_that_only_the_reference_freezes(
+    tmp_path: Path, kind: Kind, failure: tuple[Kind, int]
+) -> None:
     """Frozen, it has no update there; of one that is not in the reference this is not known."""
     explainer, _ = explainer_of(tmp_path, lambda right: right, kind)
-    verdict = failed(dataclasses.replace(keys()[0], kind=Kind.MAIN_GRAD), Outcome.EXTRA)
+    key = dataclasses.replace(keys()[0], kind=failure[0], index=failure[1])
+    verdict = failed(key, Outcome.EXTRA)
     thawed = Finding(Cause.THAWED) if kind is Kind.PARAM else None
     assert explainer.explain(verdict).finding == thawed
 

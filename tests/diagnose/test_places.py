@@ -151,8 +151,8 @@ FIRST: list[tuple[Judged, Finding | None, Ledger, tuple[Judged, ...], str, Clue]
     (G, SMALL, record(MEANS, GRADIENTS), (), "reduce_norms", Clue.REDUCES),
     (G, SMALL, record(NORMS, GRADIENTS), (), "sync_grads", Clue.REDUCES),
     (wrong(Kind.PARAM), Finding(Cause.LAYER_NUMBERS, ("pp",)), record(), (), "offset", Clue.AXIS),
-    # The model chooses its layers.
     (wrong(Kind.PARAM), Finding(Cause.LAYERS), record(), (), "pipeline_layers", Clue.NAMES),
+    (wrong(Kind.LOADED, index=1), Finding(Cause.THAWED), record(), (), "freeze_layers", Clue.NAMES),
     (wrong(Kind.EXP_AVG), large("clipping"), record(), (), "clip_by_norm", Clue.NAMES),
     (wrong(Kind.METRIC, "z_loss"), large("layers"), record(), (), "aggregate", Clue.NAMES),
     # What names the coefficient, and gives the value to what logs it.

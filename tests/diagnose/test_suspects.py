@@ -98,7 +98,8 @@ def weights(failure: Judged, finding: Finding | None = None, **more: Any) -> dic
         (wrong(Kind.PARAM_DELTA), "step clip_by_norm", "Linear.forward"),
         (wrong(Kind.GRAD_NORM, "grad_norm"), "step clip_by_norm", "Linear.forward"),
         (wrong(Kind.PARAM), "Linear.__init__ offset", "Linear.forward"),
-        (wrong(Kind.METRIC, "z_loss"), "log Tracker.aggregate router_loss attach", "step"),
+        (wrong(Kind.METRIC, "z_loss"), "log Tracker.aggregate router_loss attach", "train"),
+        (wrong(Kind.METRIC, "scheduled-samples"), "log train", "Scheduler.step"),
         (wrong(Kind.BUFFER, f"{LINEAR}.scale"), "finalize Linear.forward", "Norm.forward"),
         # What a model is called with was divided among ranks.
         (wrong(Kind.INPUT, ROOT), "run divide_batch", "step"),
