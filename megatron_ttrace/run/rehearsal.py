@@ -35,7 +35,7 @@ from megatron_ttrace.run.agreement import EndError, Ranks
 from megatron_ttrace.run.start import handoff
 from megatron_ttrace.run.start.moments import awaken, prime
 from megatron_ttrace.run.start.parameters import agreed, constants_of, fill
-from megatron_ttrace.trace.budget import Budget, host_room
+from megatron_ttrace.trace.budget import Budget, give_back, host_room
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.copies import Copies
 from megatron_ttrace.trace.counted import Counted
@@ -429,6 +429,8 @@ class Rehearsal:
         return Copies(self._budget.kept, host, self._settings.directory, self._ranks.size)
 
     def _keep(self, kept: ExitStack, *, restore: bool) -> None:
+        if restore:
+            kept.callback(give_back)
         self._copies = kept.enter_context(self._room())
         kept.callback(self.plain().restore)
         self._plain.restore()  # and the schedule

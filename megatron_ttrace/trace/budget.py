@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a check may use beyond the training's own: memory of a rank, and space on disk."""
 
+import contextlib
+import ctypes
 import dataclasses
 import shutil
 from pathlib import Path
@@ -62,6 +64,12 @@ def host_room(ranks: int) -> int:
     except (OSError, ValueError):
         pass  # No container, or one without a limit.
     return free // 2 // ranks
+
+
+def give_back() -> None:
+    """Give the memory back that glibc's heap keeps for later, which small blocks pin in parts."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def require_space(directory: Path, needed: int, contents: str, instead: str = _SMALLER) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import collections
 import mmap
+import types
 
 import psutil
 import pytest
@@ -67,3 +68,14 @@ def test_pages_that_were_read_are_given_back(tmp_path):
         del reader
     assert resident[1 << 40] > 23 * step
     assert resident[16 * step] < 8 * step + mmap.PAGESIZE
+
+
+def test_heaps_are_trimmed_where_they_can_be(monkeypatch):
+    """With glibc, once; another C library has no such function."""
+    asked = []
+    library = types.SimpleNamespace(malloc_trim=asked.append)
+    monkeypatch.setattr(limits.ctypes, "CDLL", lambda _: library)
+    limits.give_back()
+    del library.malloc_trim
+    limits.give_back()
+    assert asked == [0]
