@@ -20,7 +20,7 @@ from megatron_ttrace.capture.modules import ModuleTap, Sink
 from megatron_ttrace.mcore import fp8, groups, logged
 from megatron_ttrace.mcore.balancing import is_bias
 from megatron_ttrace.mcore.names import Names
-from megatron_ttrace.mcore.optimizer import Owned, divided, owned_by
+from megatron_ttrace.mcore.optimizer import Owned, divided, owned_by, writes_later
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_of_part, place_parameter
 from megatron_ttrace.mcore.replaced import replaced
 from megatron_ttrace.mcore.sharded_weights import local, parts_of
@@ -164,7 +164,7 @@ class StepTap:
     def run(self, step: Callable[[], Any]) -> Any:
         """Run one training step and capture it; returns what the step returned."""
         names, optimizer = self._model.names, self._model.optimizer
-        original = optimizer.step
+        original, settles_late = optimizer.step, not writes_later(optimizer)
 
         def traced_step(*args: Any, **kwargs: Any) -> Any:
             with self._copies.others() as copies:
@@ -172,6 +172,8 @@ class StepTap:
                 norm = self._attempt(self._sink.replace, _GRAD_NORM, torch.zeros(()))
                 with clipped_by(norm), self._tally.step():
                     result = original(*args, **kwargs)
+                if not settles_late:
+                    self._settle()
                 self._attempt(self._update, before or {}, result)
             return result
 
@@ -198,7 +200,8 @@ class StepTap:
         self._attempt(self._buffers, BufferIndex.AFTER)
         # Not before: what a step does last computes with parameters as the job has them then. Also
         # on a rank whose tracing failed: the others wait for it in this collective.
-        self._settle()
+        if settles_late:
+            self._settle()
         self._attempt(self._parameters, ParamIndex.AFTER)
         return result
 

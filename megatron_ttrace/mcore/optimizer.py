@@ -335,6 +335,17 @@ def reload_offloaded(optimizer: Any) -> None:
             copy.data.copy_(parameter.data)
 
 
+def writes_later(optimizer: Any) -> bool:
+    """Whether the model gets updated weights when they are gathered, and not by the update.
+
+    So it is where the buffer of gradients is reused for them
+    (``_copy_main_params_to_param_buffer`` in megatron/core/optimizer/distrib_optimizer.py).
+    """
+    config = getattr(optimizer, "config", None)
+    names = "reuse_grad_buf_for_mxfp8_param_ag", "overlap_param_gather"
+    return all(getattr(config, name, None) is True for name in names)
+
+
 def divided(optimizer: Any) -> set[torch.nn.Parameter]:
     """All parameters that are divided over data-parallel ranks, owned here or elsewhere."""
     in_buffers = {
