@@ -57,9 +57,10 @@ def with_share(
 
     Within a blind tolerance, the summand of another rank can be what fails.
     """
+    if match.copies < 2 or measured.sketch:
+        return measured
     is_blind = match.key.kind is Kind.GRAD_OUTPUT and tolerances.of(match.key).blind
-    may_be = is_blind or fails(measured.sums, tolerances, match.key)
-    if match.copies < 2 or measured.sketch or not may_be:
+    if not (is_blind or fails(measured.sums, tolerances, match.key)):
         return measured
     share = sketch_of_share(data, whole, match.boxes, match.factor, match.copies)
     return dataclasses.replace(measured, sketch=share)

@@ -131,8 +131,7 @@ def preload(script: Path, *, arguments: Sequence[str] = (), on_cpu: bool = True)
         _defer(_DEFERRED)
         is_bridge = scripts.imports_bridge(script)
         for name in (*_MODULES, scripts.BRIDGE) if is_bridge else _MODULES:
-            # A release may lack it, or have it behind a dependency that is not installed. What is
-            # wrong in a fork, a rank reports.
+            # A release may lack it, or a dependency; what is wrong in a fork, a rank reports.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
         if {"-h", "--help"}.isdisjoint(arguments):
