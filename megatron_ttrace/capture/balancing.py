@@ -15,8 +15,8 @@ routes, its module's functions are wrapped:
 - ``apply_router_token_dropping``: it is called once more with the reference's map of what is left,
   and a capacity that drops nothing.
 
-What a fork adds chooses by ``torch.topk``, in Megatron's router or in one of its own: there, the
-first top-k over all experts finds the reference's choice.
+What a fork adds chooses by ``torch.topk``, or one expert by ``max`` or ``argmax``, in Megatron's
+router or in one of its own: there, the first choice among all experts is the reference's.
 """
 
 import contextlib
@@ -33,10 +33,11 @@ from megatron_ttrace.mcore.replaced import wrapped
 
 _Function = Callable[..., Any]
 _TOP_K = (torch.topk, torch.Tensor.topk)
+_BEST = (torch.max, torch.Tensor.max, torch.argmax, torch.Tensor.argmax)
 
 
 class TopK(TorchFunctionMode):
-    """Within this context, the first top-k over all experts finds what the sink wants instead.
+    """Within this context, the first choice among all experts is what the sink wants instead.
 
     Attributes:
         is_settled: whether the sink was asked, or will be by something else than ``replay``.
@@ -59,14 +60,31 @@ class TopK(TorchFunctionMode):
     ) -> Any:
         """Called in the place of every function of torch."""
         result = function(*args, **(kwargs or {}))
-        if self.is_settled or self._replay.is_asked or function not in _TOP_K:
+        if self.is_settled or self._replay.is_asked or function not in _TOP_K + _BEST:
             return result
-        instead = functools.partial(self._instead, result.indices, *args, **(kwargs or {}))
-        return self._followed.override(result, instead)
+        instead = self._best if function in _BEST else self._instead
+        return self._followed.override(
+            result, functools.partial(instead, result, *args, **(kwargs or {}))
+        )
+
+    def _best(
+        self, result: Any, input: torch.Tensor, dim: Any = None, keepdim: bool = False, **out: Any
+    ) -> Any:
+        """The same of ``max`` along a dimension, or of ``argmax``."""
+        pair = result if isinstance(result, torch.return_types.max) else None
+        found = result if pair is None else pair.indices
+        if found.is_floating_point() or not isinstance(dim, int):
+            return None
+        indices = found if keepdim else found.unsqueeze(dim)
+        instead = self._instead(torch.return_types.topk((indices, indices)), input, 1, dim, **out)
+        if instead is None:
+            return None
+        values, indices = instead if keepdim else (part.squeeze(dim) for part in instead)
+        return indices if pair is None else torch.return_types.max((values, indices))
 
     def _instead(
         self,
-        found: torch.Tensor,
+        result: Any,
         input: torch.Tensor,
         k: int,
         dim: int = -1,
@@ -79,7 +97,7 @@ class TopK(TorchFunctionMode):
         if not (is_over_experts and self._number <= k < self._experts and largest):
             return None
         self.is_settled = True
-        chosen = self._followed.routed(input, found[:, : self._number])
+        chosen = self._followed.routed(input, result.indices[:, : self._number])
         if chosen is None or out.get("out"):
             return None
         rest = input.detach().scatter(1, chosen, -torch.inf).topk(k - self._number, dim=1).indices

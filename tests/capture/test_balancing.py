@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from megatron_ttrace.capture.balancing import BalancingTap, OwnRouterTap
+from megatron_ttrace.capture.balancing import BalancingTap, OwnRouterTap, TopK
 from megatron_ttrace.capture.experts import RouterTap
 from tests.capture.recorder import ExpertRecorder
 
@@ -148,6 +148,26 @@ def test_a_router_that_is_not_megatrons(logits):
     assert torch.equal(routed.chosen, logits.argmax(dim=1, keepdim=True))
     tap.remove()
     assert torch.equal(router(logits).indices, routed.chosen)
+
+
+@pytest.mark.parametrize(
+    "best",
+    [
+        lambda logits: logits.argmax(dim=-1),
+        lambda logits: torch.max(logits, 1).indices,
+        lambda logits: torch.argmax(logits, 1, True).squeeze(1),
+        lambda logits: logits.max(dim=1, keepdim=True)[1].squeeze(1),
+    ],
+)
+def test_one_expert_may_be_chosen_by_max(logits, best):
+    instead = logits.argmin(dim=1)
+    sink = ExpertRecorder(instead.unsqueeze(1))
+    with TopK(sink.follow("mlp.router"), EXPERTS, 1):
+        logits.max(), logits.argmax(), torch.max(logits, logits), logits.argmax(dim=0)
+        assert torch.equal(best(logits), instead)
+        assert torch.equal(best(logits), logits.argmax(dim=1)), "the first alone is the choice"
+    ((_, _, routed),) = sink.routes
+    assert torch.equal(routed.chosen, logits.argmax(dim=1, keepdim=True))
 
 
 def test_sinkhorn_is_judged_by_what_it_maximises(logits):
