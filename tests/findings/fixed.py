@@ -614,6 +614,12 @@ def leave_states(sync, self):
     """Random states of a tensor-parallel rank stay its own; the common ones are equal already."""
 
 
+@fix("optimizer.optimizer:_get_param_grad_norm_group")
+def detached_heads(find, param):
+    """Megatron-FSDP's parameters belong where those that they replace do."""
+    return find(getattr(param, "orig_param", param))
+
+
 FIXES.default_factory = None  # an unknown name is an error
 for name in os.environ.get("FIX", "").split():
     for put_in in FIXES[name]:

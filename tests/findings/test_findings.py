@@ -183,6 +183,7 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
             "--use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel "
             "--expert-tensor-parallel-size 1",
         ),
+        ("detached-heads", f"{LLAMA} {ZERO3} --mtp-num-layers 1 --mtp-detach-heads"),
         (
             "few-samples whole-batches",
             f"{LLAMA} --dataloader-type cyclic --no-data-sharding --micro-batch-size 1 "
