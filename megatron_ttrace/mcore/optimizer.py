@@ -127,8 +127,10 @@ class Owned:
         if self.sharded is None and self.range is not None:
             weight = weight.reshape(-1)[slice(*self.range)]
         weight = weight.view_as(main).to(main.device)
-        stale = main.to(weight.dtype) != weight
-        return torch.where(stale, weight.to(main.dtype), main) if stale.any() else main
+        rounded = main.to(weight.dtype)
+        if torch.equal(rounded, weight):
+            return main
+        return torch.where(rounded != weight, weight.to(main.dtype), main)
 
     def moment(self, name: str) -> Any:
         """A part of the state in the dtype in which it is kept, if that has the same numbers."""
