@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.placement.plan import Known
-from megatron_ttrace.trace.records import MOMENTS, TraceKey
+from megatron_ttrace.trace.records import MOMENTS, Kind, TraceKey
+from megatron_ttrace.trace.store import TraceReader
 
 _BLOCK = 1 << 20
 """Elements that are compared at once."""
@@ -24,10 +26,25 @@ class ReplaySink(CompareSink):
             embedding, a frequent token's row is most of the tensor.
     """
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        """Prepare a comparison: see ``CompareSink``."""
-        super().__init__(*arguments, **keywords)
+    def __init__(
+        self,
+        reader: TraceReader,
+        iteration: int,
+        layout: RankLayout,
+        gives_gradients: bool = False,
+        **keywords: Any,
+    ) -> None:
+        """Prepare a comparison: see ``CompareSink``.
+
+        ``gives_gradients``: when isolating, the optimizer gets the reference's. Otherwise replays
+        show how far rounded gradients move its results.
+        """
+        super().__init__(reader, iteration, layout, **keywords)
+        self._gives_gradients = gives_gradients
         self.rows: dict[TraceKey, float] = {}
+
+    def _gives(self, kind: Kind) -> bool:
+        return self._gives_gradients and super()._gives(kind)
 
     def _compare(
         self,

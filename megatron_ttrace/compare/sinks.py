@@ -351,9 +351,13 @@ class CompareSink:
         key = TraceKey(self._iteration, *place)
         self._compare(key, data, (tuple(logical_shape), placement))
         measured = self._by_key[key]
-        if self._isolate and key.kind is Kind.MAIN_GRAD and measured.sums is not None:
+        if self._gives(key.kind) and measured.sums is not None:
             self._substituter.fill(data.detach(), key, measured.boxes)
             data.detach().mul_(self._planner.factor(key))
+
+    def _gives(self, kind: Kind) -> bool:
+        """Whether the optimizer gets the reference's main gradients."""
+        return self._isolate and kind is Kind.MAIN_GRAD
 
     def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """Positions of this rank's tokens in their microbatch."""

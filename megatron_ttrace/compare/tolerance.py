@@ -392,11 +392,11 @@ def dtypes_of(reference: TraceReader) -> dict[TraceKey, str]:
 def parameters(meta: ReferenceMeta) -> dict[str, float]:
     """The parameters of :class:`Tolerances` for a reference with this meta data."""
     compute = meta.epsilon
-    if not meta.fp8:
+    if not (meta.fp8 or meta.by_module):
         return {"compute": compute}
     return {
         "safety": SAFETY_MODULE if meta.by_module else SAFETY,
-        "bound": BLIND_FP8,
+        "bound": BLIND_FP8 if meta.fp8 else BLIND,
         "rounding": compute,
         "compute": compute,
     }

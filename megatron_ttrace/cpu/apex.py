@@ -34,7 +34,8 @@ class FusedLayerNormAffineFunction:
         eps: float,
     ) -> torch.Tensor:
         """Normalise; Megatron asks this function's arguments which version of Apex there is."""
-        return normalise(input, weight, bias, NormKind("LayerNorm", eps))
+        normalised = normalise(input, weight, bias, NormKind("LayerNorm", eps))
+        return normalised.to(weight.dtype)  # as the persistent kernel, of a float32 residual
 
     apply = forward
 

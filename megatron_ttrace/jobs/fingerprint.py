@@ -84,6 +84,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
             "iterations": list(settings.iterations),
             "init": settings.init,
             "seeds": settings.seeds,
+            "by_module": by_module(args, settings),
             "reference_args": _arguments(settings.reference_args),
             "reference_layout": str(settings.reference_layout or ""),
             "device": _device(),
@@ -99,6 +100,15 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
         **_own_words(),
         _TOLD: {"megatron": str(_folder_of("megatron.core").parent)},
     }
+
+
+def by_module(args: MegatronArguments, settings: Settings) -> bool | None:
+    """Whether replays in 16 bits give each module the reference's inputs.
+
+    A candidate that is isolated can also be judged by others: ``None`` if a reference is given.
+    """
+    wanted = settings.isolate and args.params_dtype.itemsize == 2 and not getattr(args, "fp8", 0)
+    return None if wanted and settings.reference else wanted
 
 
 def _own_words() -> dict[str, Any]:
@@ -209,6 +219,8 @@ def differences(
         needed, existing = ours.get(part) or {}, theirs.get(part) or {}
         for name in sorted({*needed, *existing}):
             if any_megatron and name in (*scripts.MEGATRON, "megatron-core"):
+                continue
+            if name == "by_module" and needed[name] is None:
                 continue
             if (a := needed.get(name)) != (b := existing.get(name)):
                 lines.append(f"{name} is {a!r} here and {b!r} there")

@@ -68,6 +68,7 @@ _REASONS = messages(Reason)
 _CLUES = messages(Clue)
 _NOT_EXERCISED = messages(Unexercised)
 _CHANGED = messages(Execution)
+_ISOLATE = "with --ttrace-isolate rounding does not spread, and fewer are blind; "
 
 
 def code_text(code: Code) -> str:
@@ -414,16 +415,22 @@ def repeated_text(first: TraceKey, moved: int) -> str:
 
 
 def too_few_text(
-    unchecked: int, judged: int, allowed: float, reasons: Iterable[tuple[Reason | None, int]]
+    unchecked: int,
+    judged: int,
+    allowed: float,
+    reasons: Iterable[tuple[Reason | None, int]],
+    isolate: bool = False,
 ) -> str:
     """Why too few tensors were checked, and the flag that accepts it.
 
-    ``reasons`` are the most frequent ones, each with its number of tensors.
+    ``reasons`` are the most frequent ones, each with its number of tensors. ``isolate``: advise to
+    check each module alone.
     """
     most = (f"{reason.value if reason else 'no reason known'} ({n:,})" for reason, n in reasons)
     percent = 100 * unchecked / judged
     return (
         f"could not check enough: {unchecked:,} of {judged:,} tensors ({percent:.1f} %) "
         f"are unchecked, more than {100 * allowed:.4g} %; most: {', '.join(most)}; "
+        f"{_ISOLATE if isolate else ''}"
         f"--ttrace-allow-unchecked {math.ceil(percent) / 100:g} accepts it"
     )

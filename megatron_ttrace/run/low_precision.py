@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 runs are checked module by module: why is in docs/tolerance.md.
+"""FP8 runs are checked module by module, others in 16 bits if asked to: see docs/tolerance.md.
 
 Equal inputs round to equal numbers; what remains are sums in another order, and scales computed
 from a rank's own part. Replays estimate both. This needs the emulated TransformerEngine. The scales
@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from megatron_ttrace.cpu import te
+from megatron_ttrace.jobs import fingerprint
+from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import fp8
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.names import Names
@@ -35,6 +37,11 @@ def uses_fp8(args: MegatronArguments) -> bool:
 def is_isolated(args: MegatronArguments) -> bool:
     """Whether this run is checked module by module because of FP8."""
     return uses_fp8(args) and te.emulated()
+
+
+def replays_are_isolated(args: MegatronArguments, settings: Settings) -> bool:
+    """Whether a reference's replays give each module its inputs: then nothing accumulates."""
+    return is_isolated(args) or bool(fingerprint.by_module(args, settings))
 
 
 @contextmanager
@@ -66,17 +73,17 @@ def restart_scales(args: MegatronArguments, chunks: Sequence[torch.nn.Module], m
 
 
 def input_perturbation(
-    chunks: Sequence[Names], seed: int
+    args: MegatronArguments, chunks: Sequence[Names], seed: int
 ) -> Callable[[TraceKey, torch.Tensor], torch.Tensor]:
     """How a replay perturbs the inputs that it gives to modules.
 
-    By one epsilon; but not those of an FP8 product, which in a healthy candidate are bitwise equal
-    to the reference's.
+    By one epsilon; but in FP8 not those of an FP8 product, which in a healthy candidate are bitwise
+    equal to the reference's.
     """
     generator = torch.Generator().manual_seed(seed)
     exact = {
         name
-        for names in chunks
+        for names in (chunks if is_isolated(args) else ())
         for name, module in names.modules.items()
         if hasattr(module, "fp8_meta") and "linear" in type(module).__name__.lower()
     }

@@ -187,7 +187,7 @@ class ReferenceSession:
         """What tolerances depend on, apart from the replays."""
         return {
             "fp8": low_precision.uses_fp8(self.args),
-            "by_module": low_precision.is_isolated(self.args),
+            "by_module": low_precision.replays_are_isolated(self.args, self.settings),
             "epsilon": tolerance.epsilon(
                 torch.bfloat16 if self.args.bf16 else self.args.params_dtype
             ),
@@ -361,6 +361,8 @@ class ReferenceSession:
                 self.rehearsal.trace(block.run, replay, numbers, iteration)
                 for measured in replay.measured:
                     key = measured.key
+                    if key not in reader:  # a gradient that only substitution makes
+                        continue
                     row = replay.rows.get(key, 0.0)
                     moved[key] = Moved.after(before.get(key), measured.sums, row)
         return moved
@@ -405,10 +407,14 @@ class ReferenceSession:
     def _replay(
         self, reader: TraceReader, iteration: int, layout: RankLayout, seed: int
     ) -> ReplaySink:
-        if not low_precision.is_isolated(self.args):
+        if not low_precision.replays_are_isolated(self.args, self.settings):
             return ReplaySink(reader, iteration, layout)
-        perturbation = low_precision.input_perturbation(self.model.names, seed) if seed else None
-        return ReplaySink(reader, iteration, layout, isolate=True, perturb=perturbation)
+        perturbation = low_precision.input_perturbation(self.args, self.model.names, seed)
+        return ReplaySink(
+            *(reader, iteration, layout, low_precision.is_isolated(self.args)),
+            isolate=True,
+            perturb=perturbation if seed else None,
+        )
 
 
 def _say(line: str) -> None:

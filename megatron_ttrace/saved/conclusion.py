@@ -19,7 +19,7 @@ from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.gathered import Holding, by_rank
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.compare.tolerance import Tolerances, epsilon
 from megatron_ttrace.diagnose import start
 from megatron_ttrace.diagnose.control import controlled
 from megatron_ttrace.diagnose.culprits import localise
@@ -166,7 +166,9 @@ def conclude(
     if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):
         result = Result.COULD_NOT_CHECK
         sentences.append("no computed tensor could be judged: all of them are unchecked")
-    elif not culprits and (too_few := not_enough(verdicts, allow_unchecked)):
+    elif not culprits and (
+        too_few := not_enough(verdicts, allow_unchecked, _accumulates(config, reference))
+    ):
         result = Result.COULD_NOT_CHECK
         sentences.append(too_few)
     observed = exercised.observe(reference, tolerances, config.requested)
@@ -193,10 +195,11 @@ def conclude(
     return summary, [explanations.verdict_of(verdict) for verdict in verdicts]
 
 
-def not_enough(verdicts: Sequence[Judged], allowed: float) -> str:
+def not_enough(verdicts: Sequence[Judged], allowed: float, accumulates: bool = False) -> str:
     """The notice that too few tensors were checked; empty where enough were.
 
-    The share is of the tensors that the step computes (:func:`exercised.share`).
+    The share is of the tensors that the step computes (:func:`exercised.share`). ``accumulates``:
+    tensors may be blind because of rounding in modules before them.
     """
     unchecked, judged = exercised.share(verdicts)
     if not judged or unchecked / judged <= allowed:
@@ -206,7 +209,15 @@ def not_enough(verdicts: Sequence[Judged], allowed: float) -> str:
         for verdict in verdicts
         if verdict.verdict is Outcome.UNCHECKED and verdict.direction is not Direction.START
     )
-    return wording.too_few_text(unchecked, judged, allowed, reasons.most_common(_REASONS))
+    most = reasons.most_common(_REASONS)
+    isolate = accumulates and most[0][0] is Reason.BLIND
+    return wording.too_few_text(unchecked, judged, allowed, most, isolate)
+
+
+def _accumulates(config: RunConfig, reference: TraceReader) -> bool:
+    """Whether rounding in 16 bits spreads from module to module."""
+    meta = reference.reference
+    return meta.epsilon > epsilon("float32") and not (config.isolate or meta.fp8)
 
 
 def _logs(keys: Iterable[TraceKey]) -> bool:

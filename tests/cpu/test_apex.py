@@ -5,6 +5,7 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch
 
 from megatron_ttrace.cpu import apex
 
@@ -41,3 +42,11 @@ def test_the_unrelated_apex_of_the_index_does_not_count(no_apex):
     """The package index has a project of this name that has no norms."""
     sys.modules["apex"] = ModuleType("apex")
     assert not apex.real_apex_present()
+
+
+def test_a_float32_residual_is_normalised_into_the_weights_dtype():
+    x = torch.randn(3, 8, requires_grad=True)
+    weight, bias = torch.ones(8).bfloat16(), torch.zeros(8).bfloat16()
+    normalised = apex.FusedLayerNormAffineFunction.apply(x, weight, bias, (8,), 1e-5)
+    normalised.sum().backward()
+    assert (normalised.dtype, x.grad.dtype) == (torch.bfloat16, torch.float32)

@@ -233,6 +233,27 @@ def test_differences_in_words():
     ]
 
 
+@pytest.mark.parametrize(
+    ("settings", "arguments", "expected"),
+    [
+        ({}, {"params_dtype": torch.bfloat16}, False),
+        ({"isolate": True}, {"params_dtype": torch.bfloat16}, True),
+        ({"isolate": True}, {"params_dtype": torch.float32}, False),
+        ({"isolate": True}, {"params_dtype": torch.bfloat16, "fp8": "hybrid"}, False),
+        ({"isolate": True, "reference": Path("made")}, {"params_dtype": torch.bfloat16}, None),
+    ],
+)
+def test_replays_of_modules(settings, arguments, expected):
+    """A reference whose replays are isolated judges isolated runs only; those have any."""
+    wanted = dataclasses.replace(SETTINGS, **settings)
+    ours = fingerprint.identity(candidate(**arguments), wanted)
+    assert ours["ttrace"]["by_module"] is expected
+    for theirs in (False, True):
+        other = {**ours, "ttrace": {**ours["ttrace"], "by_module": theirs}}
+        fits = expected is None or expected is theirs
+        assert (fingerprint.differences(ours, other) == []) is fits
+
+
 def test_another_megatron():
     """A reference that another Megatron made is told from one that only lies elsewhere."""
     ours = fingerprint.identity(candidate(), SETTINGS)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The answer of a check needs evidence."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -203,3 +204,14 @@ def test_the_share_that_is_named_is_enough(blind: int, seen: int, allowed: float
         named = float(too_few.split("--ttrace-allow-unchecked ")[1].split()[0])
         assert named <= 1
         assert not not_enough(verdicts, named)
+
+
+@pytest.mark.parametrize(
+    ("reason", "accumulates", "advises"),
+    [(Reason.BLIND, True, True), (Reason.BLIND, False, False), (Reason.IGNORED, True, False)],
+)
+def test_isolation_is_advised_where_rounding_spreads(
+    reason: Reason, accumulates: bool, advises: bool
+) -> None:
+    verdicts = [dataclasses.replace(verdict(Kind.OUTPUT, Outcome.UNCHECKED), reason=reason)]
+    assert ("--ttrace-isolate" in not_enough(verdicts, 0.1, accumulates)) == advises
