@@ -122,6 +122,38 @@ def test_check_returns_what_was_written(tmp_path: Path) -> None:
     assert words[-4:] == ["--lr", "1", "--ttrace-seeds", "2"]
 
 
+BLIND = f"""
+import dataclasses
+sys.path.insert(0, {str(ROOT)!r})
+"""
+BLIND += """
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import Outcome
+from tests.report.synthetic_report import embedding_bug
+
+alone = "--ttrace-isolate" in words
+if os.environ["RANK"] == "0":
+    outcome, reason = (Outcome.PASS, None) if alone else (Outcome.UNCHECKED, Reason.BLIND)
+    wrong = next(one for one in embedding_bug()[1] if one.verdict.is_failure)
+    judged = dataclasses.replace(wrong, verdict=outcome, reason=reason)
+    files.write_records(directory / files.VERDICTS, [judged], None)
+    result = Result.EQUIVALENT if alone else Result.COULD_NOT_CHECK
+    config = {"isolate": alone, "dtype": "bf16"}
+    summary = Summary(result, {outcome.value: 1}, (), config, {}, {})
+    files.write_summary(directory / files.SUMMARY, summary, None)
+sys.exit(0 if alone else 2)
+"""
+
+
+def test_what_rounding_hides_is_checked_once_more(tmp_path: Path) -> None:
+    """In the same directory, with modules isolated; not if the reference is given."""
+    report = check(tmp_path, BLIND)
+    assert (report.is_equivalent, report.directory) == (True, tmp_path / "out")
+    assert report.summary.config["isolate"]
+    given = check(tmp_path, BLIND, f"--ttrace-reference={tmp_path}")
+    assert given.verdict is Result.COULD_NOT_CHECK
+
+
 DOUBT = f"""
 sys.path.insert(0, {str(ROOT)!r})
 """

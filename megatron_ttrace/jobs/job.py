@@ -71,19 +71,21 @@ class Job:
         """This job with modules isolated, in a directory of its own and with the same reference."""
         job = self._isolated()
         reference = self.settings.reference or self.directory / "reference"
-        return dataclasses.replace(
-            job,
-            settings=dataclasses.replace(job.settings, reference=reference),
-            environment={
-                **self.environment,
-                provenance.COMMAND: provenance.command_line(job.checking()),
-            },
-        )
+        settings = dataclasses.replace(job.settings, reference=reference)
+        return dataclasses.replace(job, settings=settings)
 
-    def _isolated(self) -> Self:
-        directory = Path(f"{self.directory}-isolated")
+    def alone(self) -> Self:
+        """This job with modules isolated, and a reference whose replays are."""
+        return self._isolated(self.directory)
+
+    def _isolated(self, directory: Path | None = None) -> Self:
+        directory = directory or Path(f"{self.directory}-isolated")
         settings = dataclasses.replace(self.settings, directory=directory, isolate=True)
-        return dataclasses.replace(self, settings=settings)
+        job = dataclasses.replace(self, settings=settings)
+        command = provenance.command_line(job.checking())
+        return dataclasses.replace(
+            job, environment={**self.environment, provenance.COMMAND: command}
+        )
 
 
 def prepare(

@@ -18,6 +18,8 @@ from megatron_ttrace.run import low_precision
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.sanitise import in_one_line
 
+_ISOLATED = "modules are isolated: each is given the reference's inputs (--ttrace-isolate)"
+
 
 def growing_batch(args: MegatronArguments) -> tuple[str, int]:
     """The option by which the batch grows, and its last size; empty and 0 if it stays the same."""
@@ -219,8 +221,8 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
             "--rampup-batch-size: this Megatron ignores it, so every batch has "
             f"{args.global_batch_size} samples; it has --step-batch-size-schedule instead"
         )
-    if isolates(args, settings) and not settings.isolate:
-        notices.append(low_precision.NOTICE)
+    if isolates(args, settings):
+        notices.append(_ISOLATED if settings.isolate else low_precision.NOTICE)
     if options := balancing.depends_on_layout(args):
         notices.append(
             f"{' and '.join(options.values())}: routing depends on all tokens of a rank, which has "

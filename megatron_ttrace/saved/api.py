@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_ttrace.jobs.settings import (
     split,
 )
 from megatron_ttrace.trace.errors import TTraceError, reported
+from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import Culprit, Result, Run, Summary, Verdict
 
 if TYPE_CHECKING:
@@ -407,7 +409,7 @@ def run_check(
     """Run a check to its end, for :func:`check` and ``ttrace check``.
 
     Flags of ours among ``arguments`` override ``settings``. ``settle``: check again, isolated,
-    where the first check leaves doubt.
+    where the first check leaves doubt, or rounding hides too much.
 
     Raises:
         TTraceError: when there is no report.
@@ -439,6 +441,9 @@ def run_check(
         environment=dict(environment),
     )
     report = _answer(job, fork, tell)
+    if settle and settings.reference is None and _is_too_blind(report):
+        tell("rounding hides too much: checking once more, with modules isolated")
+        report = _answer(job.alone(), fork, tell)
     if settle and report.summary.leaves_doubt:
         tell(
             f"not every cause is known: checking with modules isolated, in {job.directory}-isolated"
@@ -449,6 +454,18 @@ def run_check(
         except TTraceError as error:
             tell(f"the check with modules isolated gave no answer: {error}")
     return timed(report, time.monotonic() - began)
+
+
+def _is_too_blind(report: Report) -> bool:
+    """Whether rounding in 16 bits, which spreads from module to module, left no answer."""
+    config = report.summary.config
+    spreads = config.get("dtype") in ("bf16", "float16") and not config.get("isolate")
+    unchecked = Counter(verdict.reason for verdict in report.verdicts if verdict.reason)
+    return (
+        report.verdict is Result.COULD_NOT_CHECK
+        and spreads
+        and [reason for reason, _ in unchecked.most_common(1)] == [Reason.BLIND]
+    )
 
 
 def timed(report: Report, seconds: float) -> Report:

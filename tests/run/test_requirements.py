@@ -199,15 +199,15 @@ def test_a_first_start_is_checked(values, notices, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_low_precision_isolates_and_says_so(asks, monkeypatch):
-    """There is a notice unless the user requested isolation."""
+    """The notice says whether it was requested."""
     monkeypatch.setattr(low_precision.te, "emulated", lambda: True)
     chosen = Settings(isolate=asks)
     assert requirements.isolates(arguments(fp8="hybrid"), chosen)
     assert requirements.notices(arguments(fp8="hybrid"), chosen) == (
-        [] if asks else [low_precision.NOTICE]
+        [requirements._ISOLATED] if asks else [low_precision.NOTICE]
     )
     assert requirements.isolates(arguments(), chosen) == asks
-    assert requirements.notices(arguments(), chosen) == []
+    assert requirements.notices(arguments(), chosen) == [requirements._ISOLATED] * asks
 
 
 def test_a_ramp_that_megatron_ignores(monkeypatch):
