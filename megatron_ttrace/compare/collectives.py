@@ -396,11 +396,12 @@ def _imprecise(ranks: Sequence[_Rank], compute: str, gradients: str) -> Iterable
 
 def _coarse(call: Call, compute: str, gradients: str) -> str:
     """The dtype in which a sum or a mean should be, if its own is coarser; else empty."""
-    if call.direction is not Phase.GRADIENTS and call.direction not in _PASSES:
-        return ""
-    expected = gradients if call.direction is Phase.GRADIENTS else compute
+    expected = {Phase.GRADIENTS: gradients, **dict.fromkeys(_PASSES, compute)}
+    if 0 < call.agreed <= 2:  # one number: a statistic, such as the gradients' norm
+        expected[Phase.OPTIMIZER] = "float32"
+    wanted = expected.get(call.direction, "")
     adds = call.operation.reduces and call.reduction not in ("max", "min")
-    return expected if adds and expected and _epsilon(call.dtype) > _epsilon(expected) > 0 else ""
+    return wanted if adds and wanted and _epsilon(call.dtype) > _epsilon(wanted) > 0 else ""
 
 
 @functools.cache

@@ -188,6 +188,15 @@ def test_precision(dtype: str, direction: Phase, reduction: str, expected: str) 
         assert (finding.fault, finding.ran[0].ranks) == (LedgerFault.PRECISION, (0, 1))
 
 
+@pytest.mark.parametrize(("size", "expected"), [(2, ["float32"]), (64, [])])
+def test_precision_of_statistics(size: int, expected: list[str]) -> None:
+    """A norm is one number, which loses digits in 16 bits; products of matrices may be in those."""
+    one = dataclasses.replace(
+        SUM, dtype="bfloat16", direction=Phase.OPTIMIZER, agreed=size, bytes=size
+    )
+    assert [each.expected for each in ledger(rank(one), rank(one)).findings] == expected
+
+
 def test_a_rank_that_failed() -> None:
     """Its collectives are not known, so nothing is said about agreement."""
     found = ledger(rank(SUM), RankLedger(error="broken"))

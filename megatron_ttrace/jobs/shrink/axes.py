@@ -108,12 +108,16 @@ def _refuse(flags: CommandFlags, tp: int, ep: int) -> None:
         ("num_experts", "ep", ep),
     ):
         groups = option == "num_query_groups"
-        # Without its flag, Megatron has a group for each head.
-        value = 0 if groups and not flags.has("group_query_attention") else flags.integer(option)
+        value = query_groups(flags) if groups else flags.integer(option)
         shared = groups and value and not size % value
         if value % size and not shared:
             name = option.replace("_", "-")
             raise TTraceError(f"--{name} {value} cannot be divided by {FLAGS[axis]} {size}")
+
+
+def query_groups(flags: CommandFlags) -> int:
+    """Groups of query heads; 0 without the flag: then Megatron has one for each head."""
+    return flags.integer("num_query_groups", 1) if flags.has("group_query_attention") else 0
 
 
 def weight_shards(flags: CommandFlags) -> int:
@@ -167,10 +171,11 @@ def of_small(
 ) -> Axes:
     """Every axis above 1 becomes 2, and a pipeline with a stage in the middle has 3.
 
-    Except where 2 would not run the same code: context parallelism on two levels needs 2 x 2,
-    interleaving without overlapped communication 3 stages (``validate_args``), and several
-    instances of the distributed optimizer, or copies of weights in shards, 2 ranks each. If ranks
-    of an instance have copies of an expert, some still do.
+    Except where 2 would not run the same code: context parallelism on two levels needs 2 x 2, as do
+    several query groups with copies on tensor-parallel ranks; interleaving without overlapped
+    communication 3 stages (``validate_args``), and several instances of the distributed optimizer,
+    or copies of weights in shards, 2 ranks each. If ranks of an instance have copies of an expert,
+    some still do.
 
     Axes that are not ``kept`` become 1. The pipeline has at most ``stages``: only the third both
     receives and sends in each direction.
@@ -181,7 +186,8 @@ def of_small(
             return 1
         return min(most, int(getattr(large, name)))
 
-    tp, cp, pp, ep = size("tp"), size("cp"), size("pp", stages), size("ep")
+    copied = 1 < query_groups(flags) < large.tp
+    tp, cp, pp, ep = size("tp", 4 if copied else 2), size("cp"), size("pp", stages), size("ep")
     levels = flags.text("hierarchical_context_parallel_sizes").split()
     if cp > 1 and levels:
         cp = math.prod(min(2, int(level)) for level in levels if level.isdigit())

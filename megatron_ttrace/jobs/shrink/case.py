@@ -5,7 +5,7 @@ import dataclasses
 import functools
 
 from megatron_ttrace.jobs.shrink import patterns
-from megatron_ttrace.jobs.shrink.axes import Axes, borrowed
+from megatron_ttrace.jobs.shrink.axes import Axes, borrowed, query_groups
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 
 ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
@@ -78,15 +78,14 @@ class Case:
 
         Groups that are fewer than tensor-parallel ranks stay so: they are replicated then.
         """
-        heads = self.flags.integer("num_attention_heads", 8)
-        grouped = self.flags.has("group_query_attention")
-        groups = self.flags.integer("num_query_groups", 1) if grouped else heads
+        heads, groups = self.flags.integer("num_attention_heads", 8), query_groups(self.flags)
         # All-to-all context parallelism divides the heads of a rank once more.
         ranks = self.small.tp * (self.small.cp if "a2a" in self.flags.text("cp_comm_type") else 1)
-        if not grouped:
+        if not groups:
             return 2 * ranks if ranks > 1 else 4, 0
         few = groups < self.large.tp
-        short = 1 if few else ranks * min(2, max(1, groups // self.large.tp))
+        copied = min(groups, max(1, self.small.tp // 2))
+        short = copied if few else ranks * min(2, max(1, groups // self.large.tp))
         count = short * min(2, max(1, heads // max(1, groups)))
         return max(count, 2 * ranks), short
 

@@ -32,6 +32,7 @@ def _gone(case: Case, why: str, *options: str) -> Iterator[Change]:
 
 
 _SHORTER = "an axis above 1 becomes 2"
+_MORE = {"pp": "first, middle and last stage", "tp": "two query groups, on two ranks each"}
 
 
 def axes(case: Case) -> Iterator[Change]:
@@ -42,7 +43,7 @@ def axes(case: Case) -> Iterator[Change]:
         if flags.has(option):
             left_out = size == 1 and getattr(large, name) > 1
             why = "another job has this axis" if left_out else _SHORTER
-            why = "first, middle and last stage" if name == "pp" and size > 2 else why
+            why = _MORE.get(name, why) if size > 2 else why
             yield Change(option, (str(size),), why)
     if flags.has("hierarchical_context_parallel_sizes") and small.cp > 1:
         levels = flags.text("hierarchical_context_parallel_sizes").split()

@@ -159,7 +159,10 @@ def test_what_does_not_fit():
 
 
 def test_two_would_not_run_the_same_code():
-    """Levels of context parallelism, interleaving without overlap, optimizer instances."""
+    """Levels of context parallelism, copied groups, interleaving, optimizer instances."""
+    for groups, tp in ((1, 2), (2, 4), (8, 2)):  # one group has no number that could be wrong
+        grouped = flags(tp=8, group_query_attention="", num_query_groups=groups)
+        assert axes.of_small(grouped, axes.of_large(grouped, 8)).tp == tp
     levels = flags(cp=8, hierarchical_context_parallel_sizes="2 4")
     assert axes.of_small(levels, axes.of_large(levels, 8)).cp == 4
     words = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"

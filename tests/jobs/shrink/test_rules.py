@@ -162,6 +162,10 @@ def test_two_stages_have_layers_of_every_kind(text, expected):
         ),
         (
             "--tensor-model-parallel-size 8 --group-query-attention --num-query-groups 2",
+            "num_attention_heads=8, num_query_groups=2",
+        ),
+        (
+            "--tensor-model-parallel-size 8 --group-query-attention --num-query-groups 1",
             "num_attention_heads=4, num_query_groups=1",
         ),
         ("--kv-channels 128", "num_attention_heads=4, kv_channels=16"),
