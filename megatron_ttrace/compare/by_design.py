@@ -16,7 +16,9 @@ reduction. It is *partial by design* if
   its transpose, and the reference has both gradients. In the backward pass it is taken to be one;
 - where collectives were recorded, a sum over these ranks ran in the container.
 
-So a missing reduction diverges: its container fails, or does not notice, or was not compared.
+So a missing reduction diverges: its container fails, or does not notice, or was not compared. If
+that container fails in the forward pass though its own code, not a module in it, ran such a sum,
+and nothing else in it fails, the fault is there: it fails, the summand does not.
 
 The gradient of a module without input gradients, such as a learned factor, reaches nothing but its
 parameters, whose main gradients are judged: there it is enough that the ranks' values add up.
@@ -207,13 +209,33 @@ class _Partial:
 
     def _is_harmless(self, failure: Judged) -> bool:
         around = self._container(failure)
-        if not around or any(v.verdict is not Outcome.PASS for v in around):
+        if not around:
             return False
         container = module_of(around[0].name)
+        if any(v.verdict in _WRONG for v in around):
+            return self._is_handed_on(failure, container)
+        if any(v.verdict is not Outcome.PASS for v in around):
+            return False
         return (
             self._is_sound(failure.iteration, container)
             and self._is_sensitive(failure, around)
             and self._is_reduced(failure, container)
+        )
+
+    def _is_handed_on(self, failure: Judged, container: str) -> bool:
+        """Whether a container that fails adds up itself, and all else in it was right until then."""
+        place, forward = (failure.iteration, failure.microbatch), Direction.FORWARD
+        return (
+            failure.direction is forward
+            and all(
+                v.key in self._sums
+                for v in self._run.verdicts
+                if v.verdict.is_failure
+                and (v.iteration, v.microbatch, v.direction) == (*place, forward)
+                and module_of(v.name) != container
+                and is_within(v.name, container)
+            )
+            and self._is_reduced(failure, container, itself=True)
         )
 
     def _has_no_fault(self, iteration: int, container: str) -> bool:
@@ -266,11 +288,11 @@ class _Partial:
         """The norm of the reference's tensor."""
         return self._tolerances.of(verdict.key).rms * math.sqrt(math.prod(verdict.shape))
 
-    def _is_reduced(self, failure: Judged, container: str) -> bool:
-        """Whether a sum over the axis ran there, of at least this tensor."""
+    def _is_reduced(self, failure: Judged, container: str, *, itself: bool = False) -> bool:
+        """Whether a sum over the axis ran there, or in it ``itself``, of at least this tensor."""
         ledger = self._ledger
         if not ledger.recorded or REDUCED_OVER in ledger.unseen:
-            return True
+            return not itself
         phases = [Phase.BACKWARD, Phase.FORWARD, Phase.RECOMPUTATION]
         phases = phases[:1] if failure.direction is Direction.BACKWARD else phases[1:]
         elements = min(
@@ -283,6 +305,7 @@ class _Partial:
             and collective.direction in phases
             # The backward pass of code between modules belongs to none.
             and (not collective.module or is_within(collective.module, container))
+            and (not itself or collective.module == container)
             and collective.bytes >= elements * _itemsize(collective.dtype)
             for collective in ledger.collectives
         )
