@@ -16,9 +16,11 @@ reduction. It is *partial by design* if
   its transpose, and the reference has both gradients. In the backward pass it is taken to be one;
 - where collectives were recorded, a sum over these ranks ran in the container.
 
-So a missing reduction diverges: its container fails, or does not notice, or was not compared. If
-that container fails in the forward pass though its own code, not a module in it, ran such a sum,
-and nothing else in it fails, the fault is there: it fails, the summand does not.
+So a missing reduction diverges: its container fails, or does not notice, or was not compared.
+
+In the forward pass a summand is *handed on* if the container's own code, not a module in it, ran
+such a sum, and nothing else in it failed until then. If the container fails then, the fault is
+there; gradients may fail for other reasons.
 
 The gradient of a module without input gradients, such as a learned factor, reaches nothing but its
 parameters, whose main gradients are judged: there it is enough that the ranks' values add up.
@@ -212,18 +214,18 @@ class _Partial:
         if not around:
             return False
         container = module_of(around[0].name)
+        handed_on = self._is_handed_on(failure, container)
         if any(v.verdict in _WRONG for v in around):
-            return self._is_handed_on(failure, container)
-        if any(v.verdict is not Outcome.PASS for v in around):
-            return False
+            return handed_on
         return (
-            self._is_sound(failure.iteration, container)
-            and self._is_sensitive(failure, around)
+            all(v.verdict is Outcome.PASS for v in around)
+            and (handed_on or self._is_sound(failure.iteration, container))
+            and self._is_sensitive(failure, around, whatever=handed_on)
             and self._is_reduced(failure, container)
         )
 
     def _is_handed_on(self, failure: Judged, container: str) -> bool:
-        """Whether a container that fails adds up itself, and all else in it was right until then."""
+        """Whether the container adds up itself, and nothing else in it fails until then."""
         place, forward = (failure.iteration, failure.microbatch), Direction.FORWARD
         return (
             failure.direction is forward
@@ -261,28 +263,31 @@ class _Partial:
                 return values
         return []
 
-    def _is_sensitive(self, failure: Judged, around: Iterable[Judged]) -> bool:
-        """Whether the container's error without the reduction would be evident."""
+    def _is_sensitive(self, failure: Judged, around: Iterable[Judged], *, whatever: bool) -> bool:
+        """Whether the container's error without the reduction would be evident.
+
+        Gradients have to pass, or may be ``whatever``.
+        """
         error = (failure.rel_err or 0.0) * self._norm(failure)
         gradient = _GRADIENT.get(failure.kind)
         if gradient is not None:
-            used = self._passing(failure, gradient)
+            used = self._passing(failure, gradient, whatever=whatever)
             error *= self._norm(used) if used is not None else 0.0
         for v in around:
             size = self._norm(v)
             if gradient is not None:
-                leaving = self._passing(v, Kind.GRAD_OUTPUT)
+                leaving = self._passing(v, Kind.GRAD_OUTPUT, whatever=whatever)
                 size *= self._norm(leaving) if leaving is not None else math.inf
             if error > _EVIDENT * (v.tolerance or 0.0) * size:
                 return True
         return False
 
-    def _passing(self, verdict: Judged, kind: Kind) -> Judged | None:
-        """The gradient of the same tensor, if it passes or is a sum that does."""
+    def _passing(self, verdict: Judged, kind: Kind, *, whatever: bool) -> Judged | None:
+        """The gradient of the same tensor, if it passes or is a sum that does, or ``whatever``."""
         key = dataclasses.replace(verdict.key, kind=kind)
         found = self._by_key.get(key)
         passes = found is not None and (found.verdict is Outcome.PASS or key in self._sums)
-        return found if passes else None
+        return found if passes or whatever else None
 
     def _norm(self, verdict: Judged) -> float:
         """The norm of the reference's tensor."""

@@ -111,7 +111,7 @@ class World:
         }
 
 
-def reduction(phase, operation=Operation.REDUCE_SCATTER, module="layer.mlp", **more):
+def reduction(phase, operation=Operation.REDUCE_SCATTER, module="layer.mlp.sum", **more):
     """A collective over tp of one activation."""
     made = Collective(
         iteration=1,
@@ -249,32 +249,32 @@ def test_a_missing_reduction_diverges(mlp):
     """What should be the sum is a summand as well, up to the whole model."""
     for tensors in mlp.ranks:
         tensors[AROUND] = tensors[SUM] + tensors[AROUND] - mlp.tensors[SUM]
-    mlp.collectives[0] = ELSEWHERE
     outcomes, _ = mlp.outcomes()
     assert outcomes[SUM].is_failure
     assert outcomes[AROUND].is_failure
 
 
 @pytest.mark.parametrize(
-    ("module", "change", "summand"),
+    ("module", "first", "summand"),
     [
-        ("layer.mlp", None, Outcome.PASS),
-        ("layer.mlp.second", None, Outcome.REPLICA_CONFLICT),
-        ("layer.mlp", (0, Kind.OUTPUT, "layer.mlp.first", 0), Outcome.REPLICA_CONFLICT),
+        ("layer.mlp", 0.0, Outcome.PASS),
+        ("layer.mlp", 1.0, Outcome.REPLICA_CONFLICT),
+        ("layer.mlp.sum", 0.0, Outcome.REPLICA_CONFLICT),
     ],
 )
-def test_a_fault_of_what_adds_up(mlp, module, change, summand):
-    """The container fails alone if its own code ran the sum, and all in it was right until then."""
-    if change:
-        for tensors in (mlp.tensors, *mlp.ranks):
-            tensors[change] = values(50)
-        mlp.moved[change] = MOVED
-        off(change, 0)(mlp)
-    off(AROUND, 0)(mlp)
-    off(ENTERING, 0)(mlp)
+@pytest.mark.parametrize("fault", [AROUND, LEAVING, ENTERING, WEIGHT])
+def test_a_summand_that_is_handed_on(mlp, module, first, summand, fault):
+    """The container's own code adds up: what fails then, or in the backward pass, is elsewhere."""
+    earlier = (0, Kind.OUTPUT, "layer.mlp.first", 0)
+    for tensors in (mlp.tensors, *mlp.ranks):
+        tensors[earlier] = values(50)
+    mlp.moved[earlier] = MOVED
     mlp.collectives[0] = reduction(Phase.FORWARD, module=module)
+    off(earlier, 0, first)(mlp)
+    for place in {fault, ENTERING, WEIGHT}:
+        off(place, 0)(mlp)
     outcomes, _ = mlp.outcomes()
-    assert outcomes[AROUND].is_failure
+    assert outcomes[fault].is_failure
     assert outcomes[SUM] is summand
 
 
@@ -419,7 +419,7 @@ FROZEN_WEIGHT = step_level(Kind.MAIN_GRAD, "layer.frozen.weight")
 FAILURES = {
     # Whether the sum is right or wrong, one gap in the evidence suffices.
     ("mlp", SUM): [
-        *(off(SUM, 0), off(SUM, 1, 0.002), off(USED, 0), off(WEIGHT, 1)),
+        *(off(SUM, 0), off(SUM, 1, 0.002), off(AROUND, 0), off(USED, 0), off(WEIGHT, 1)),
         *(without(AROUND), without(USED), without(LEAVING), without(WEIGHT)),
         *(blind(AROUND), blind(SUM), blind(USED), faint(USED), apart),
         *(collectives(), collectives(ELSEWHERE, SMALL, LARGEST, OTHERS, GATHERED)),
