@@ -67,7 +67,7 @@ def test_json(data, capsys):
     """The same for machines."""
     assert main(["shrink", "--json", "--max-ranks", "16", "--data", str(data), "--", *COMMAND]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert [job["ranks"] for job in answer["jobs"]] == [16, 3, 2]
+    assert [job["ranks"] for job in answer["jobs"]] == [16, 4, 2]
     assert ["--hidden-size", "12288", "64", "rows of a few blocks"] in answer["changes"]
 
 

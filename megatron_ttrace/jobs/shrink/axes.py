@@ -169,7 +169,7 @@ def borrowed(flags: CommandFlags) -> int:
 def of_small(
     flags: CommandFlags, large: Axes, kept: tuple[str, ...] | None = None, *, stages: int = 3
 ) -> Axes:
-    """Every axis above 1 becomes 2, and a pipeline with a stage in the middle has 3.
+    """Every axis above 1 becomes 2, and a pipeline with a stage in the middle has 3, or more.
 
     Except where 2 would not run the same code: context parallelism on two levels needs 2 x 2, as do
     several query groups with copies on tensor-parallel ranks; interleaving without overlapped
@@ -177,8 +177,9 @@ def of_small(
     or copies of weights in shards, 2 ranks each. If ranks of an instance have copies of an expert,
     some still do.
 
-    Axes that are not ``kept`` become 1. The pipeline has at most ``stages``: only the third both
-    receives and sends in each direction.
+    Axes that are not ``kept`` become 1. The pipeline has at most ``stages``: only with a third does
+    one both receive and send in each direction, only with a fourth does one that receives have more
+    than two microbatches in flight.
     """
 
     def size(name: str, most: int = 2) -> int:
@@ -256,11 +257,12 @@ def jobs(flags: CommandFlags, large: Axes, most: int) -> list[Axes]:
     that takes one for the other shows. Raises ``TTraceError``, with its name, when a pair of axes
     does not fit.
     """
-    complete = of_small(flags, large)
-    chosen = [complete] if complete.ranks <= most else _of_two_stages(flags, large, most)
-    middle = of_small(flags, large, ("pp",))
-    if max(job.pp for job in chosen) < middle.pp and middle.ranks <= most:
-        chosen.append(middle)
+    complete = [of_small(flags, large, stages=stages) for stages in (4, 3)]
+    fitting = [job for job in complete if job.ranks <= most]
+    chosen = fitting[:1] or _of_two_stages(flags, large, most)
+    alone = [of_small(flags, large, ("pp",), stages=stages) for stages in (4, 3)]
+    if max(job.pp for job in chosen) == 2:
+        chosen += [job for job in alone if 2 < job.pp and job.ranks <= most][:1]
     return chosen + _apart(flags, large, chosen, most)
 
 

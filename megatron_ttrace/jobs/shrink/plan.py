@@ -110,7 +110,7 @@ def of_flags(command: Command, most: int) -> Plan:
     if large.pp > 2 and together == 2:
         alone = "one job has them alone" if smalls[-1].pp > 2 else f"{most} ranks are too few"
         lost.append(f"middle stages of the pipeline with the other axes: {alone}")
-    why = "2 per axis" + (", 3 pipeline stages" if smalls[0].pp == 3 else "")
+    why = "2 per axis" + (f", {smalls[0].pp} pipeline stages" if smalls[0].pp > 2 else "")
     ranks = Row("ranks", str(command.ranks or "not said"), str(smalls[0].ranks), why)
     jobs = (*first.jobs, *(job for plan in further for job in plan.jobs))
     return dataclasses.replace(first, jobs=jobs, rows=(ranks, *first.rows), lost=tuple(lost))

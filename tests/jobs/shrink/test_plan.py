@@ -90,11 +90,16 @@ def test_of_a_repeated_flag_the_last_counts():
 
 
 def test_a_middle_stage():
-    """A pipeline of more than two stages keeps one, with the other axes or in a job of its own."""
-    (job,) = shrunk("--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", 8).jobs
-    assert (job.axes.tp, job.axes.pp, job.axes.ranks) == (2, 3, 6)
-    assert [job.axes.pp for job in shrunk().jobs] == [2, 3, 1]
-    assert shrunk(most=2 * 2 * 3 * 2).jobs[0].axes.pp == 3
+    """A pipeline of more than two stages keeps one, with the other axes or in a job of its own.
+
+    If they fit, there are two of them: one then has three microbatches in flight.
+    """
+    for most, stages in ((8, 4), (6, 3)):
+        text = "--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2"
+        (job,) = shrunk(text, 8, most=most).jobs
+        assert (job.axes.tp, job.axes.pp, job.axes.ranks) == (2, stages, 2 * stages)
+    assert [job.axes.pp for job in shrunk().jobs] == [2, 4, 1]
+    assert shrunk(most=2 * 3 * 2).jobs[0].axes.pp == 3
 
 
 def test_several_jobs():
@@ -110,7 +115,7 @@ def test_several_jobs():
 def test_several_jobs_of_which_the_first_has_no_pipeline():
     text = f"{LARGE} --pipeline-model-parallel-size 4 --num-experts 64"
     small = shrunk(f"{text} --expert-model-parallel-size 8", ranks=128, most=4)
-    assert [job.axes.pp for job in small.jobs] == [1, 2, 2, 3]
+    assert [job.axes.pp for job in small.jobs] == [1, 2, 2, 4]
     assert "middle stages" in small.lost[-1]
 
 
