@@ -57,7 +57,7 @@ def finding_text(finding: LedgerFinding) -> str:
     if finding.fault is LedgerFault.PRECISION:
         place = _place(finding.ran[0]) if finding.ran else ""
         return (
-            f"{collective} {where}{size}{place}: a lower precision than the settings ask for "
+            f"{collective} {where}{size}{place}: a lower precision than expected "
             f"({clean(finding.expected, 40)})"
         )
     if finding.operation is Operation.SEND:

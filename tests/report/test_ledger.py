@@ -86,7 +86,7 @@ def test_citation(cited: Citation | None, text: str) -> None:
                 COUNT, fault=LedgerFault.PRECISION, dtype="bfloat16", expected="float32"
             ),
             "all_reduce sum bfloat16 over tp (ranks 0, 1), 64 bytes in decoder.layers.0 at "
-            "a.py:1 (f): a lower precision than the settings ask for (float32)",
+            "a.py:1 (f): a lower precision than expected (float32)",
         ),
         (
             dataclasses.replace(
