@@ -257,12 +257,14 @@ def jobs(flags: CommandFlags, large: Axes, most: int) -> list[Axes]:
     that takes one for the other shows. Raises ``TTraceError``, with its name, when a pair of axes
     does not fit.
     """
-    complete = [of_small(flags, large, stages=stages) for stages in (4, 3)]
-    fitting = [job for job in complete if job.ranks <= most]
-    chosen = fitting[:1] or _of_two_stages(flags, large, most)
-    alone = [of_small(flags, large, ("pp",), stages=stages) for stages in (4, 3)]
-    if max(job.pp for job in chosen) == 2:
-        chosen += [job for job in alone if 2 < job.pp and job.ranks <= most][:1]
+
+    def longest(kept: tuple[str, ...] | None = None) -> list[Axes]:
+        smalls = (of_small(flags, large, kept, stages=stages) for stages in (4, 3))
+        return [small for small in smalls if small.ranks <= most][:1]
+
+    chosen = longest() or _of_two_stages(flags, large, most)
+    if large.pp > 2 and max(job.pp for job in chosen) == 2:
+        chosen += longest(("pp",))
     return chosen + _apart(flags, large, chosen, most)
 
 
