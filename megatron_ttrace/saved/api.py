@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -27,7 +26,6 @@ from megatron_ttrace.jobs.settings import (
     split,
 )
 from megatron_ttrace.trace.errors import TTraceError, reported
-from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import Culprit, Result, Run, Summary, Verdict
 
 if TYPE_CHECKING:
@@ -440,10 +438,7 @@ def run_check(
         settings=settings,
         environment=dict(environment),
     )
-    report = _answer(job, fork, tell)
-    if settle and settings.reference is None and _is_too_blind(report):
-        tell("rounding hides too much: checking once more, with modules isolated")
-        report = _answer(job.alone(), fork, tell)
+    report = _answer(job, fork, tell, settle)
     if settle and report.summary.leaves_doubt:
         tell(
             f"not every cause is known: checking with modules isolated, in {job.directory}-isolated"
@@ -456,29 +451,17 @@ def run_check(
     return timed(report, time.monotonic() - began)
 
 
-def _is_too_blind(report: Report) -> bool:
-    """Whether rounding in 16 bits, which spreads from module to module, left no answer."""
-    config = report.summary.config
-    spreads = config.get("dtype") in ("bf16", "float16") and not config.get("isolate")
-    unchecked = Counter(verdict.reason for verdict in report.verdicts if verdict.reason)
-    return (
-        report.verdict is Result.COULD_NOT_CHECK
-        and spreads
-        and [reason for reason, _ in unchecked.most_common(1)] == [Reason.BLIND]
-    )
-
-
 def timed(report: Report, seconds: float) -> Report:
     """The report of a check that took so long, from its caller's point of view."""
     timings = {**report.summary.timings, "wall": seconds}
     return dataclasses.replace(report, summary=dataclasses.replace(report.summary, timings=timings))
 
 
-def _answer(job: jobs.Job, fork: bool, say: Callable[[str], None]) -> Report:
+def _answer(job: jobs.Job, fork: bool, say: Callable[[str], None], settle: bool = False) -> Report:
     from megatron_ttrace.jobs import job as jobs
     from megatron_ttrace.trace import files
 
-    summary = jobs.run(job, fork=fork, say=say)
+    summary = (jobs.settled if settle else jobs.run)(job, fork=fork, say=say)
     written, verdicts = files.load_report(job.directory)
     if written.run != summary.run:
         raise TTraceError(f"{job.directory} was taken by another check: choose another directory")

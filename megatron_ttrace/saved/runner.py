@@ -119,7 +119,7 @@ class Runner:
         # must not see which known bug or mutant is evaluated.
         command = {provenance.COMMAND: provenance.command_line(job.checking())}
         job = dataclasses.replace(job, environment={**job.environment, **command})
-        summary = jobs.run(job, fork=self.forks, say=say)
+        summary = jobs.settled(job, fork=self.forks, say=say)
         if summary.verdict is Result.COULD_NOT_CHECK:
             raise TTraceError(summary.reason)
         return Checked(job, summary)
