@@ -2,7 +2,9 @@
 """LayerNorm and RMSNorm, alone and as the first half of ``LayerNormLinear``.
 
 The kernels compute in float32 whatever the input's type and round once at the end; so does this
-(float64 stays float64, for tests). A zero-centred weight is stored as its distance from one.
+(float64 stays float64, for tests). As they do, it keeps its input for the backward pass, and no
+copy: if that memory is used again too early, gradients are wrong. A zero-centred weight is stored
+as its distance from one.
 
 With sequence parallelism each rank normalises its own part of the sequence, so the gradients of the
 weight and bias are partial sums. The parameters are marked ``sequence_parallel``, by which Megatron
@@ -39,9 +41,38 @@ def normalise(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind
 ) -> torch.Tensor:
     """Normalise ``x`` ``[..., h]`` over its last dim."""
+    normalised: torch.Tensor = _Normalise.apply(x, weight, bias, kind)
+    return normalised
+
+
+class _Normalise(torch.autograd.Function):
+    """A backward pass that computes what it needs from the input."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        """Arguments as of :func:`normalise`."""
+        *tensors, ctx.kind = inputs
+        ctx.save_for_backward(*tensors)
+        return _normalised(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """The gradients of those inputs that need them."""
+        given = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        inputs = [None if x is None else x.detach().requires_grad_(needs) for x, needs in given]
+        x, weight, bias = inputs
+        with torch.enable_grad():
+            output = _normalised(x, weight, bias, ctx.kind)
+        wanted = [x for x in inputs if x is not None and x.requires_grad]
+        found = iter(torch.autograd.grad(output, wanted, gradients))
+        return (*(next(found) if needs else None for needs in ctx.needs_input_grad),)
+
+
+def _normalised(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind
+) -> torch.Tensor:
     dtype = compute_dtype(x.dtype)
-    # As of a kernel, its gradient is one summand of what reaches x, with or without recomputation.
-    centered = x.to(dtype).view_as(x)
+    centered = x.to(dtype)
     if kind.name == "LayerNorm":
         centered = centered - centered.mean(-1, keepdim=True)
     inverse = torch.rsqrt(centered.square().mean(-1, keepdim=True) + kind.eps)

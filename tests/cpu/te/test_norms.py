@@ -113,3 +113,18 @@ def test_meta_device_waits_for_reset(replaced):
     assert module.weight.tolist() == [1.0] * 4
     assert module.weight.sequence_parallel
     assert module.bias.sequence_parallel
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_input_is_kept_and_no_copy(name, dtype):
+    """What overwrites it before the backward pass changes gradients, as with a kernel."""
+    module = NORMS[name](normalized_shape=4, dtype=dtype)
+    found = []
+    for overwrites in (False, True):
+        x = torch.tensor([[1.0, 2.0, 4.0, 8.0]], dtype=dtype, requires_grad=True)
+        y = module(x)
+        if overwrites:
+            x.data.fill_(3.0)
+        found += torch.autograd.grad(y, module.weight, torch.ones_like(y))
+    assert not torch.equal(*found)
