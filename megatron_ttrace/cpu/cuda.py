@@ -106,6 +106,18 @@ def _choose(device: Any) -> None:
         _chosen[0] = index
 
 
+@contextmanager
+def _on(device: Any) -> Iterator[None]:
+    """In place of ``torch.cuda.device``, for which -1 and ``None`` are none."""
+    before = _chosen[0]
+    if device is not None:
+        _choose(device)
+    try:
+        yield
+    finally:
+        _chosen[0] = before
+
+
 def _install_queries(cuda: Any) -> None:
     for name in ("is_available", "is_initialized", "is_bf16_supported"):
         setattr(cuda, name, _always(True))
@@ -115,7 +127,7 @@ def _install_queries(cuda: Any) -> None:
     cuda._lazy_call = lambda callback, **_: callback()
     cuda.device_count = _device_count
     cuda.set_device, cuda.current_device = _choose, lambda: _chosen[0]
-    cuda.device = cuda.device_of = nullcontext
+    cuda.device, cuda.device_of = _on, nullcontext
     cuda.get_device_capability = _always(CAPABILITY)
     cuda.get_device_name = _always("cpu")
     # Legacy type objects: used as constructors and in isinstance checks on a tensor's dtype.

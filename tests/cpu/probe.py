@@ -151,6 +151,8 @@ def queries() -> None:
     assert cpu.needed()
     assert not torch.accelerator.is_available()
     torch.cuda.set_device("cuda:1")
+    with torch.cuda.device(0), torch.cuda.device(-1), torch.cuda.device(None):
+        assert torch.cuda.current_device() == 0
     assert torch.cuda.current_device() == 1
     torch.cuda.set_device(0)
     torch.accelerator.set_device_index(0)
