@@ -2,6 +2,7 @@
 """The one exception that users see, and the exit codes that scripts rely on."""
 
 import contextlib
+import os
 import re
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
@@ -22,6 +23,8 @@ DEBUG = "TTRACE_DEBUG"
 
 
 _SHORTEST_SECRET = 4
+_OF_PATH = r"[^\s:;,=()'\"]"
+"""A character of a path, in a text."""
 _withheld: set[str] = set()
 
 
@@ -33,11 +36,22 @@ def withhold(values: Iterable[str]) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """A text without what was withheld; a part of a longer word is none of it."""
+    """A text without what was withheld.
+
+    A part of a longer word, or of the path of a file that exists, is none of it.
+    """
     if not any(value in text for value in _withheld):
         return text
     longest_first = sorted(_withheld, key=len, reverse=True)
-    return re.sub(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)", "***", text)
+
+    def hidden(match: re.Match[str]) -> str:
+        start = re.search(rf"(?<!{_OF_PATH})/{_OF_PATH}*$", text[: match.start()])
+        end = re.match(rf"{_OF_PATH}*", text[match.end() :])
+        path = f"{start[0]}{match[0]}{end and end[0]}" if start else ""
+        return match[0] if os.path.exists(path.rstrip(".")) else "***"
+
+    secrets = "|".join(map(re.escape, longest_first))
+    return re.sub(rf"(?<!\w)(?:{secrets})(?!\w)", hidden, text)
 
 
 class TTraceError(Exception):

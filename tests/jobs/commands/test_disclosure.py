@@ -3,6 +3,7 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.commands.disclosure import command
 from megatron_ttrace.mcore.options.decisions import option_of
 from megatron_ttrace.mcore.options.roles import ROLES, VALUES
+from megatron_ttrace.trace.errors import without_secrets
 
 CANARY = "canary7f3a"
 
@@ -202,6 +204,17 @@ def test_lists_name_what_exists() -> None:
 def test_a_line_break_in_a_word(word: str) -> None:
     """It ends a command in a text; it is no text that has a command in it."""
     disclosure.withhold(["ttrace", "check", "--ttrace-dir", word, "--", word])
+
+
+def test_a_value_within_a_path_that_exists(tmp_path: Path) -> None:
+    """The log of a failed job must be found; the value is hidden everywhere else."""
+    log = tmp_path / CANARY / "rank-0.log"
+    log.parent.mkdir()
+    log.touch()
+    disclosure.withhold(["torchrun", "train.py", "--tag", CANARY])
+    text = f"it ended (log: {log}). {CANARY} /{CANARY}/x.log https://u:{CANARY}@h{log}"
+    expected = f"it ended (log: {log}). *** /***/x.log https://u:***@h{tmp_path}/***/rank-0.log"
+    assert without_secrets(text) == expected
 
 
 def test_every_command_of_ours_is_shown() -> None:
