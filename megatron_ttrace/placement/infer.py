@@ -2,9 +2,11 @@
 """Infer the placement of an activation from its shapes.
 
 Megatron divides activations in few ways, and the logical shape (the reference's) shows which:
-context parallelism divides the sequence and nothing else; tensor parallelism then divides one dim:
-the sequence again (sequence parallelism), or a hidden, head or vocabulary dim. Keys and values of
-fewer groups than tensor-parallel ranks ([..., groups, channels]) are divided into single groups.
+context parallelism divides the sequence; tensor parallelism then divides one dim: the sequence
+again (sequence parallelism), or a hidden, head or vocabulary dim. Where a rank has the sequence as
+a whole, as a fork's attention between two all-to-alls, context parallelism divides what tensor
+parallelism left of such a dim. Keys and values of fewer groups than tensor-parallel ranks ([...,
+groups, channels]) are divided into single groups.
 A shape that fits none of these gets the verdict `shape`.
 """
 
@@ -52,6 +54,11 @@ def infer_activation(
         ratios[dim] //= cp
     divided = [dim for dim, ratio in enumerate(ratios) if ratio > 1]
     heads = len(logical) - 2
+    if dim is None and len(divided) == 1 and ratios[divided[0]] in {cp, cp * tp} - {tp}:
+        first = 1 if heads == 1 else 0  # of [sequence, samples, hidden] no samples
+        axes = ("cp",) if ratios[divided[0]] == cp else ("tp", "cp")
+        if divided[0] > first:
+            return tuple(Step(axis, Shard(divided[0])) for axis in axes)
     groups = logical[heads] if divided == [heads] and heads and local[heads] == 1 else tp
     if groups < tp and tp % groups == 0:
         return (*steps, Step("tp", GroupShard(heads, groups)))

@@ -73,6 +73,10 @@ def infer(local, logical, gated=False, seq_length=S, **sizes):
         # all tokens in one dim, as a router sees them
         ((S * B // 2, H), (S * B, H), {"cp": 2}, "cp:ZigZag(0)"),
         ((S * B // 4, H), (S * B, H), {"cp": 2, "tp": 2}, "cp:ZigZag(0) tp:Shard(0)"),
+        # context parallelism divides heads, of the whole sequence
+        ((S, B, 2, H), (S, B, 4, H), {"cp": 2}, "cp:Shard(2)"),
+        ((B, 1, S, S), (B, 8, S, S), {"tp": 4, "cp": 2}, "tp:Shard(1) cp:Shard(1)"),
+        ((S, B, H // 2), (S, B, H), {"cp": 2, "tp": 3}, "cp:Shard(2)"),
         # hidden as long as the sequence
         ((S // 2, B, S // 2), (S, B, S), {"cp": 2, "tp": 2}, "cp:ZigZag(0) tp:Shard(2)"),
         ((S, B, S // 2), (S, B, S), {"tp": 2}, "tp:Shard(2)"),
@@ -113,7 +117,6 @@ def test_gated_table(local, logical, sizes, expected):
         ((S // 2, B, H // 2), (S, B, H), {"tp": 2}, "does not match any division"),
         ((S, 1, H), (S, B, H), {"cp": 2}, "does not match any division"),
         ((S // 4, B, H), (S, B, H), {"cp": 2}, "does not match any division"),
-        ((S, B, H // 2), (S, B, H), {"cp": 2}, "does not match any division"),
         ((S // 8, B, H), (S, B, H), {"cp": 2, "tp": 2}, "does not match any division"),
         ((S // 4, B, H // 2), (S, B, H), {"cp": 2, "tp": 2}, "does not match any division"),
     ],
