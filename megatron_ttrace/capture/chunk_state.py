@@ -43,6 +43,8 @@ class ChunkState:
         runs: when a module ran without a graph in the forward pass (how many nodes were made until
             then), and under which name.
         followed: what requires a gradient.
+        run: which of its runs in the microbatch a module is in, or was last; ``None`` if a
+            recomputation does not tell.
         views: tensors that an identity made of another one, which stands for them.
         entering: leaves whose gradient a schedule plan completes
             (:mod:`megatron_ttrace.capture.schedule_plan`).
@@ -59,6 +61,7 @@ class ChunkState:
         self.again: set[Place] = set()
         self.runs: defaultdict[Place, list[tuple[int, Place]]] = defaultdict(list)
         self.followed: set[Place] = set()
+        self.run: dict[str, int | None] = {}
         self.views = WeakTensorKeyDictionary()
         self.entering = WeakTensorKeyDictionary()
 

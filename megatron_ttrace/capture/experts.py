@@ -76,12 +76,14 @@ class Followed:
         microbatch: global number of the microbatch that is being worked on.
         sink: receives what becomes of the tokens.
         guard: calls a function, so that its errors do not reach training.
+        run: which of the router's runs in the microbatch this is, as of :class:`Routed`.
     """
 
     name: str
     microbatch: Callable[[], int]
     sink: ExpertSink
     guard: Callable[..., Any]
+    run: Callable[[], int | None] = lambda: 0
 
     def override(self, default: Any, function: Callable[..., Any], *args: Any) -> Any:
         """What a function of ours wants instead; ``default`` if it wants nothing, or fails."""
@@ -96,7 +98,7 @@ class Followed:
         by: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """What the sink wants a router to choose; ``None`` where it wants nothing else."""
-        routed = Routed(scores.detach(), chosen.detach(), groups, by)
+        routed = Routed(scores.detach(), chosen.detach(), groups, by, self.run())
         return self.sink.routed(self.microbatch(), self.name, routed)
 
 

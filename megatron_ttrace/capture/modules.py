@@ -174,13 +174,17 @@ class ModuleTap:
         def guard(hook: Callable[..., Any], *args: Any) -> Any:
             return None if state.aside else self._guard(hook, *args)
 
-        followed = Followed(name, microbatch, self._sink, guard)
+        def run_of(router: str) -> Callable[[], int | None]:
+            return lambda: state.run.get(router, 0)
+
+        followed = Followed(name, microbatch, self._sink, guard, run_of(name))
         if can_follow(module):
             experts = dataclasses.replace(followed, name=f"{name}.experts")
             self._handles.append(DispatchTap(module, experts))
             router = getattr(module, "router", None)
             if isinstance(router, torch.nn.Module) and not hasattr(router, "router_replay"):
-                own = dataclasses.replace(followed, name=f"{name}.router")
+                inner = f"{name}.router"
+                own = dataclasses.replace(followed, name=inner, run=run_of(inner))
                 self._handles.append(OwnRouterTap(module, own))
         if hasattr(module, "router_replay"):
             self._handles.append(RouterTap(module, followed))
@@ -276,10 +280,11 @@ class ModuleTap:
     ) -> torch.Tensor | None:
         """Hand over a tensor; returns its replacement, if any."""
         recomputing, tensor = is_recomputing(), state.views.get(tensor, tensor)
-        name = called_in(state.layer, name)
+        module, name = name, called_in(state.layer, name)
         place: Place = (self._microbatches[state.current], kind, name, index)
         seen = state.seen_again if recomputing else state.seen
         runs: list[Place] = []
+        run: int | None = None
         if not recomputing or torch.is_grad_enabled():
             # A module that runs twice in one microbatch: later runs get names of their own, also
             # where they are recomputed. A pass without gradients may be before the one with them.
@@ -289,7 +294,10 @@ class ModuleTap:
             named = next(name for name in names if name not in taken)
             if not recomputing:
                 state.ran(place, named)
+            if not recomputing or named in runs:
+                run = 0 if named == place else int(named[2].rpartition("#")[2])
             taken.add(place := named)
+        state.run[module] = run
         known: Seen | None = seen.get(tensor)
         if known is not None and known.version != tensor._version:
             known = None

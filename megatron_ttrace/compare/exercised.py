@@ -113,7 +113,9 @@ def observe(reference: TraceReader, tolerances: Tolerances, requested: Requested
     masks = [reference.data(key) for key in masked]
     tokens = tuple(_in_loss(reference, *pair) for pair in zip(masked, masks, strict=True))
     positions = field("position_ids") if requested.resets_positions else ()
-    routing = [key for key in keys if key.kind is Kind.ROUTING and not selects_keys(key)]
+    # Of a router's later runs only what they would choose is stored.
+    first = [key for key in keys if key.kind is Kind.ROUTING and "#" not in key.name]
+    routing = [key for key in first if not selects_keys(key)]
     experts, idle, dropped = _routing(reference, routing)
     gradients = _zero_by_name(tolerances, (k for k in keys if k.kind is Kind.MAIN_GRAD))
     updates = _zero_by_name(tolerances, (k for k in keys if k.kind is Kind.PARAM_DELTA))

@@ -376,16 +376,26 @@ class CompareSink:
         key = TraceKey(self._iteration, microbatch, Kind.ROUTING, router, RoutingIndex.CHOICE)
         if key not in self._reference:
             return None
+        of_run = dataclasses.replace(key, name=routed.of(router))
+        if routed.run is not None and of_run in self._reference:
+            self._judge_choice(of_run, routed)
+        match = self._planner.activation(key, tuple(routed.chosen.shape))
+        return self._substituter.chosen(match, routed.chosen)
+
+    def _judge_choice(self, key: TraceKey, routed: Routed) -> None:
+        """Compare what a run of a router chose, in the forward pass and in its recomputation."""
         chosen = routed.chosen
         match = self._planner.activation(key, tuple(chosen.shape))
-        theirs = self._substituter.chosen(match, chosen)
-        first = dataclasses.replace(key, index=RoutingIndex.SCORES)
-        if first not in self._by_key:
-            self._compare(first, routed.scores)
-            if routed.by is None or tuple(chosen.shape) == match.logical_shape:
-                sums, others = choice(routed, theirs)
+        scores = dataclasses.replace(key, index=RoutingIndex.SCORES)
+        is_first = scores not in self._by_key
+        if is_first:
+            self._compare(scores, routed.scores)
+        if routed.by is None or tuple(chosen.shape) == match.logical_shape:
+            sums, others = choice(routed, self._substituter.chosen(match, chosen))
+            if is_first:
                 self._chose(match, sums, Remark.ROUTED, others, len(chosen))
-        return theirs
+            elif not self._isolate:
+                self._again.append(match.measured(sums, Note(Remark.RECOMPUTED)))
 
     def kept(
         self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor

@@ -95,11 +95,13 @@ class WriteSink:
         return [Entry.of(TraceKey(self._iteration, *place), data)]
 
     def routed(self, microbatch: int, router: str, routed: Routed) -> torch.Tensor | None:
-        """Store the scores and the choice; a recomputed forward pass repeats the choice."""
-        place = (microbatch, Kind.ROUTING, router, RoutingIndex.CHOICE)
+        """Store the scores and the choice; every other pass repeats the first run's choice."""
+        first = (microbatch, Kind.ROUTING, router, RoutingIndex.CHOICE)
+        place = (microbatch, Kind.ROUTING, routed.of(router), RoutingIndex.CHOICE)
         if place not in self._routed:
-            self.tensor(((microbatch, Kind.ROUTING, router, RoutingIndex.SCORES),), routed.scores)
-        return self._once(place, routed.chosen)
+            self.tensor(((*place[:3], RoutingIndex.SCORES),), routed.scores)
+        own = self._once(place, routed.chosen)
+        return self._routed.get(first, own)
 
     def kept(
         self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor

@@ -7,6 +7,7 @@ Other rooms ask here, so that Megatron's names are known in one room.
 import re
 
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.records import Kind, TraceKey
 
 INNER_ATTENTION = "core_attention"
@@ -57,7 +58,7 @@ def names_tokens(key: TraceKey) -> bool:
 
 def selects_keys(key: TraceKey) -> bool:
     """Whether a choice is sparse attention's, of keys for each token, and not a router's."""
-    return key.kind is Kind.ROUTING and key.name.endswith(INNER_ATTENTION)
+    return key.kind is Kind.ROUTING and module_of(key.name).endswith(INNER_ATTENTION)
 
 
 def is_beyond(key: TraceKey, mesh: Mesh, dispatcher: str) -> bool:

@@ -32,13 +32,19 @@ class Routed:
     """A router's choice of experts, [tokens, k], by its scores, [tokens, experts].
 
     ``by`` is what the choice maximises where that is not each token's ``scores``, but depends on
-    all tokens of this call. ``groups``: where the router is limited to some of them.
+    all tokens of this call. ``groups``: where the router is limited to some of them. ``run``: of
+    the router in its microbatch; ``None`` for one that is recomputed if it is not known which.
     """
 
     scores: torch.Tensor
     chosen: torch.Tensor
     groups: Groups | None = None
     by: torch.Tensor | None = None
+    run: int | None = 0
+
+    def of(self, router: str) -> str:
+        """The name of the router's run."""
+        return f"{router}#{self.run}" if self.run else router
 
 
 @dataclasses.dataclass(frozen=True)

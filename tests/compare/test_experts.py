@@ -255,12 +255,42 @@ def test_another_choice(reference):
     taken = sink.routed(0, ROUTER, Routed(tied, own[:, None]))
     assert torch.equal(taken, chosen(0)[:, None])
     sink.routed(1, ROUTER, Routed(scores(1), 1 - chosen(1)[:, None]))
-    sink.routed(1, ROUTER, Routed(scores(1), 1 - chosen(1)[:, None]))  # recomputed: judged once
     found = by_place(judged(reference, {0: sink.measured}))
     assert found[0, Kind.ROUTING, ROUTER, RoutingIndex.CHOICE].verdict is Outcome.PASS
     assert found[0, Kind.ROUTING, ROUTER, RoutingIndex.CHOICE].notes == (Note(Remark.ROUTED, 1, 8),)
     assert found[0, Kind.ROUTING, ROUTER, RoutingIndex.SCORES].verdict is Outcome.DIVERGED
     assert found[1, Kind.ROUTING, ROUTER, RoutingIndex.CHOICE].verdict is Outcome.DIVERGED
+
+
+@pytest.mark.parametrize(("run", "verdict"), [(0, Outcome.DIVERGED), (None, Outcome.PASS)])
+def test_a_choice_in_a_recomputation(reference, run, verdict):
+    """The reference's is taken there, too, but what the router would choose has to be right."""
+    tolerances = tolerances_of(reference)
+    sink = CompareSink(reference, 1, RankLayout(mesh_of(0, 1), 4, 1.0), tolerances=tolerances)
+    right = chosen(0)[:, None]
+    sink.routed(0, ROUTER, Routed(scores(0), right))
+    taken = sink.routed(0, ROUTER, Routed(scores(0), 1 - right, run=run))
+    assert torch.equal(taken, right)
+    found = by_place(judged(reference, {0: sink.measured}))
+    choice = found[0, Kind.ROUTING, ROUTER, RoutingIndex.CHOICE]
+    assert choice.verdict is verdict
+    assert (Note(Remark.RECOMPUTED) in choice.notes) == (run == 0)
+
+
+def test_a_choice_of_a_second_run(tmp_path):
+    """It is replaced by the first one's, as the tokens are, but judged by its own scores."""
+    again = Routed(scores(1), chosen(1)[:, None], run=1)
+    with writing(tmp_path / "reference") as sink:
+        sink.routed(0, ROUTER, Routed(scores(0), chosen(0)[:, None]))
+        assert torch.equal(sink.routed(0, ROUTER, again), chosen(0)[:, None])
+    reference = TraceReader(tmp_path / "reference")
+    for wrong in (again, Routed(scores(1), 1 - chosen(1)[:, None], run=1)):
+        sink = CompareSink(reference, 1, RankLayout(mesh_of(0, 1), 4, 1.0))
+        sink.routed(0, ROUTER, Routed(scores(0), chosen(0)[:, None]))
+        assert torch.equal(sink.routed(0, ROUTER, wrong), chosen(0)[:, None])
+        found = by_place(judged(reference, {0: sink.measured}))
+        verdict = found[0, Kind.ROUTING, f"{ROUTER}#1", RoutingIndex.CHOICE].verdict
+        assert verdict is (Outcome.PASS if wrong is again else Outcome.DIVERGED)
 
 
 def test_saved_pieces_are_compared_offline(reference, tmp_path):
