@@ -189,12 +189,11 @@ class Planner(Placer):
                 return []
             if whole is None:
                 return [Measured.stranger(key, local)]
-            if known is not None:
-                if known[0] != whole:
-                    raise NoPlacementError(
-                        f"the whole tensor is {known[0]}, in the reference {whole}"
-                    )
+            if known is not None and known[0] == whole:
                 return [self.placed(key, *known)]
+            # A fork's buffer may have a rank's heads; unlike a parameter's, nothing marks its dim.
+            if known is not None and key.kind is not Kind.BUFFER:
+                raise NoPlacementError(f"the whole tensor is {known[0]}, in the reference {whole}")
             return [self.place(key, local, whole, *self._samples_of(key.microbatch))]
         except ValueError as error:
             return [Measured.misfit(key, local if known is None else known[0], str(error))]

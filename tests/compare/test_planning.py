@@ -54,6 +54,15 @@ def test_samples_of_another_length(tmp_path):
     assert planner.positions(0, (6, 1)).tolist() == [3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.parametrize(("local", "begins"), [((3,), 3), ((6,), 0), ((4,), None)])
+def test_a_buffer_of_a_ranks_heads(tmp_path, local, begins):
+    """Its shape tells, as an activation's does; what fits no division is a finding."""
+    key = TraceKey(1, -1, Kind.BUFFER, "slopes", 1)
+    reference = reference_of(tmp_path, {(-1, Kind.BUFFER, "slopes", 1): torch.ones(6)})
+    (match,) = Planner(reference, 1, LAYOUT).plan(key, local, (local, ()))
+    assert ([box.logical[0] for box in match.boxes] or [None]) == [begins]
+
+
 def test_only_a_known_tensor_is_turned(reference):
     """Nothing tells how a tensor that the reference lacks would lie there."""
     planner = Planner(reference, 1, LAYOUT)
