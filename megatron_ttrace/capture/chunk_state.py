@@ -2,8 +2,8 @@
 """What the hooks on one model chunk remember during a traced step."""
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,24 @@ from megatron_ttrace.trace.records import ROOT
 
 OnGradient = Callable[[torch.Tensor], torch.Tensor | None]
 """Called with a complete gradient; what it returns, if anything, goes on in its place."""
+
+
+_received: Counter[int] = Counter()
+"""How often collectives of traced steps wrote into each storage."""
+
+
+def receive(tensors: Iterable[torch.Tensor]) -> None:
+    """Collectives do not count what they write, in the tensor's version."""
+    _received.update(_storage(tensor) for tensor in tensors)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that grows where a tensor is modified in place."""
+    return tensor._version + (_received[_storage(tensor)] if _received else 0)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
 @dataclasses.dataclass

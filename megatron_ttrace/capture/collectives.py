@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from megatron_ttrace.capture.chunk_state import is_recomputing
+from megatron_ttrace.capture.chunk_state import is_recomputing, receive
 from megatron_ttrace.capture.modules import tensors_in
 from megatron_ttrace.capture.waiting import outwards
 from megatron_ttrace.mcore import sources
@@ -331,6 +331,7 @@ class CollectiveTap:
     def _note_method(self, name: str, group: Any, args: Any, kwargs: Any) -> None:
         what, coalesced = _METHODS[name], name.endswith("_coalesced")
         given = [*args, *kwargs.values()]
+        receive(every_tensor(given[0]))
         reduction = _reduction(given) if what.operation.reduces else ""
         known = self._group(group)
         peer = -1 if what.peer is None else int(given[what.peer])

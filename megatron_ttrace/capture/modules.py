@@ -28,7 +28,13 @@ from typing import Any, Protocol, Self
 import torch
 
 from megatron_ttrace.capture.balancing import BalancingTap, OwnRouterTap
-from megatron_ttrace.capture.chunk_state import ChunkState, OnGradient, Seen, is_recomputing
+from megatron_ttrace.capture.chunk_state import (
+    ChunkState,
+    OnGradient,
+    Seen,
+    is_recomputing,
+    version_of,
+)
 from megatron_ttrace.capture.experts import (
     DispatchTap,
     ExpertSink,
@@ -299,7 +305,7 @@ class ModuleTap:
             taken.add(place := named)
         state.run[module] = run
         known: Seen | None = seen.get(tensor)
-        if known is not None and known.version != tensor._version:
+        if known is not None and known.version != version_of(tensor):
             known = None
         data = _real(tensor)
         if not recomputing:
@@ -314,7 +320,7 @@ class ModuleTap:
         else:
             # New, or its node is: a checkpointed block's output gets the node that counts only
             # after the hooks inside the block have seen it.
-            known = Seen(tensor._version, [place], tensor.grad_fn)
+            known = Seen(version_of(tensor), [place], tensor.grad_fn)
             seen[tensor] = known
             # What enters a recomputed block has consumers outside of it, too: its gradient is that
             # of the tensor of the first pass, not of the copy that the block is recomputed from.
@@ -334,7 +340,7 @@ class ModuleTap:
             return None
         instead = substitute(tensor, values if data is tensor else torch.view_as_complex(values))
         # The same tensor to everyone who sees it from here on: its gradient ends in the old one's.
-        seen[instead] = Seen(instead._version, known.places, instead.grad_fn)
+        seen[instead] = Seen(version_of(instead), known.places, instead.grad_fn)
         return instead
 
     def _gradient(self, state: ChunkState, seen: Seen, grad: torch.Tensor) -> torch.Tensor | None:

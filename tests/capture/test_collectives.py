@@ -20,6 +20,8 @@ from megatron_ttrace.capture.collectives import _METHODS, CollectiveTap
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.trace.collectives import Call, ModuleCode, Operation, Phase
+from megatron_ttrace.trace.records import Kind
+from tests.capture.recorder import Recorder, tapped
 from tests.placement.meshes import mesh_of
 
 SIZE = 4
@@ -97,6 +99,30 @@ class Model(nn.Module):
             else:
                 x = checkpoint(layer, x, use_reentrant=self.recompute)
         return x.sum()
+
+
+class InPlace(nn.Module):
+    """Adds up one module's output in place, and gives it to another."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.first, self.second, self.group = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.group is not None:
+            dist.all_reduce(x.detach(), group=self.group)
+        return self.second(x).sum()
+
+
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_a_tensor_that_a_collective_changed(group: dist.ProcessGroup, adds_up: bool) -> None:
+    """It is looked at again, though its version does not tell."""
+    model, sink = InPlace(group if adds_up else None), Recorder()
+    with tap_of(model).active(1), tapped([model], sink):
+        model(torch.rand(2, SIZE)).backward()
+    assert ((0, Kind.INPUT, "second", 0) in sink.repeats) is not adds_up
+    assert (0, Kind.GRAD_INPUT, "second", 0) in sink.values
 
 
 def tap_of(model: nn.Module) -> CollectiveTap:
