@@ -4,6 +4,9 @@
 A fork counts its steps in them, or keeps running means. Rehearsals are no steps of the run. But
 that a cache or a flag is left from an earlier step must show in a traced one: before that,
 only numbers, containers and tensors that were there are what they were.
+
+Beside the model there may be averages of its weights, or what another optimizer trains: of that
+tensors as large as the model are put back, too. It is in global variables, or in objects there.
 """
 
 import copy
@@ -12,7 +15,7 @@ import math
 import numbers
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +23,7 @@ import torch
 
 from megatron_ttrace.mcore.names import unwrap
 from megatron_ttrace.mcore.sources import is_installed
+from megatron_ttrace.trace.copies import Copies
 
 _CONTAINERS = (list, dict, set, deque, Counter, defaultdict)
 _MOST = 1000
@@ -39,8 +43,13 @@ _FORM = ("shape", "dtype", "device")
 class PlainState:
     """What the modules of some models, other objects and the user's code hold now."""
 
-    def __init__(self, chunks: Iterable[torch.nn.Module], others: Iterable[object]) -> None:
-        """Copy it."""
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        others: Iterable[object],
+        copies: Copies | None = None,
+    ) -> None:
+        """Copy it. ``copies`` has room for weights beside the model; without, that is left out."""
         modules = [module for chunk in chunks for module in unwrap(chunk).modules()]
         self._modules = [_Kept(module) for module in modules if not _is_managed(module)]
         users = _users_modules(len(sys.modules))
@@ -49,7 +58,17 @@ class PlainState:
         held = {id(v): v for m in modules for v in vars(m).values() if type(v).__module__ in names}
         objects = (v for v in held.values() if hasattr(v, "__dict__") and v not in modules)
         self._modules += map(_Kept, objects)
-        self._others = [_Kept(other) for other in (*others, *users)]
+        self._others: list[_Kept | _Trained] = [_Kept(other) for other in (*others, *users)]
+        if copies is not None:
+            shared = {id(t) for m in chunks for t in (*m.parameters(), *m.buffers())}
+            variables = {id(v): v for m in users for v in vars(m).values()}
+            own = [v for v in variables.values() if _is_state(v, names)]
+            weights = sum(p.numel() for m in chunks for p in m.parameters())
+            self._others += [_Kept(each, max(weights, _LARGEST)) for each in own]
+            held = variables | {id(v): v for each in own for v in vars(each).values()}
+            kinds = torch.nn.Module, torch.optim.Optimizer
+            trained = (v for v in held.values() if issubclass(type(v), kinds))
+            self._others += [_Trained(each, shared, copies) for each in trained]
 
     def restore(self, *, whole: bool = False) -> None:
         """Put numbers, containers and tensors back that were there.
@@ -58,16 +77,17 @@ class PlainState:
         """
         for kept in self._modules:
             kept.restore(whole=whole)
-        for kept in self._others:
-            kept.restore()
+        for other in self._others:
+            other.restore()
 
 
 class _Kept:
     """The plain attributes of one object."""
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, largest: float = _LARGEST) -> None:
         self._owner = owner
-        self._values = {name: (value, _copied(value)) for name, value in _plain_of(owner)}
+        plain = _plain_of(owner, largest)
+        self._values = {name: (value, _copied(value)) for name, value in plain}
         self._rest = _rest_of(owner)
 
     def restore(self, *, whole: bool = False) -> None:
@@ -84,11 +104,41 @@ class _Kept:
                 values[name] = before
 
 
-def _plain_of(owner: Any) -> Iterator[tuple[str, Any]]:
+class _Trained:
+    """The weights of a module beside the model, or those of an optimizer and its state."""
+
+    def __init__(self, owner: Any, shared: Container[int], copies: Copies) -> None:
+        if isinstance(owner, torch.nn.Module):
+            self._state, tensors = [], [*owner.parameters(), *owner.buffers()]
+        else:
+            self._state = [(each, {**each}) for each in (owner.state, *owner.state.values())]
+            tensors = [t for group in owner.param_groups for t in group["params"]]
+            tensors += (v for each in owner.state.values() for v in each.values())
+        there = (t for t in tensors if torch.is_tensor(t) and _is_there(t))
+        self._kept = [(t, copies.copy(t)) for t in there if id(t) not in shared]
+
+    def restore(self) -> None:
+        for now, before in self._state:
+            now.clear()
+            now.update(before)
+        with torch.no_grad():
+            for tensor, copy in self._kept:
+                copy.put(tensor)
+
+
+def _is_state(value: Any, names: Container[str]) -> bool:
+    """Whether it is an object of a user's class: what gives data has given it."""
+    gives = any(hasattr(type(value), name) for name in ("__next__", "__iter__", "__getitem__"))
+    is_users = type(value).__module__ in names and hasattr(value, "__dict__")
+    return is_users and not (gives or isinstance(value, torch.nn.Module))
+
+
+def _plain_of(owner: Any, largest: float = _LARGEST) -> Iterator[tuple[str, Any]]:
     ignored = _OF_TORCH if isinstance(owner, torch.nn.Module) else ()
-    wanted = _is_number if isinstance(owner, ModuleType) else _is_plain
     for name, value in [*vars(owner).items()]:
-        if name not in ignored and wanted(value):
+        is_module = isinstance(owner, ModuleType)
+        wanted = _is_number(value) if is_module else _is_plain(value, largest)
+        if name not in ignored and wanted:
             yield name, value
 
 

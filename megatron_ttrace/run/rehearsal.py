@@ -207,10 +207,10 @@ class Rehearsal:
         """Within :meth:`steps`: call ``work`` before the state is restored."""
         self._kept.callback(work, *args)
 
-    def plain(self) -> PlainState:
-        """What is in plain attributes and global variables now."""
+    def plain(self, copies: Copies | None = None) -> PlainState:
+        """What is in plain attributes and global variables now; with room, beside the model too."""
         optimizers = every_optimizer(self.model.optimizer)
-        return PlainState(self.model.chunks, (self._scheduler, *optimizers))
+        return PlainState(self.model.chunks, (self._scheduler, *optimizers), copies)
 
     def saved(self) -> Callable[[], None]:
         """Save the training state within :meth:`steps`; returns what puts it back."""
@@ -432,7 +432,7 @@ class Rehearsal:
         if restore:
             kept.callback(give_back)
         self._copies = kept.enter_context(self._room())
-        kept.callback(self.plain().restore)
+        kept.callback(self.plain(self._copies if restore else None).restore)
         self._plain.restore()  # and the schedule
         kept.enter_context(quiet.one_attempt())
         off = quiet.Off() if cpu.active() else 0.0

@@ -11,6 +11,7 @@ import torch
 
 from megatron_ttrace.mcore import plain
 from megatron_ttrace.mcore.plain import PlainState
+from megatron_ttrace.trace.copies import Copies
 
 COUNT = 3
 
@@ -136,6 +137,50 @@ def test_an_object_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     layer.meter.count = layer.other.count = 2
     state.restore(whole=True)
     assert (layer.meter.count, layer.other.count) == (0, 2)
+
+
+class Average:
+    """Of weights, as a fork keeps it."""
+
+    def __init__(self) -> None:
+        self.shadow, self.updates = {"a": torch.zeros(plain._LARGEST + 1)}, 0
+        self.module = torch.nn.Linear(2, 2)
+
+    def update(self) -> None:
+        """After a step."""
+        self.shadow = {"a": self.shadow["a"] + 1, "b": torch.ones(2)}
+        self.updates += 1
+        for weight in self.module.parameters():
+            weight.data.add_(1.0)
+
+
+AVERAGE = Average()
+WEIGHT = torch.nn.Parameter(torch.ones(2))
+OPTIMIZER = torch.optim.Adam([WEIGHT], 0.1)
+
+
+def test_what_is_beside_the_model() -> None:
+    """An average of all weights; what another optimizer trains, and its state."""
+
+    def step() -> None:
+        AVERAGE.update()
+        WEIGHT.grad = torch.ones(2)
+        OPTIMIZER.step()
+
+    for _ in range(2):  # the optimizer has no state at first
+        before = AVERAGE.module.weight.clone(), WEIGHT.detach().clone()
+        states = [{**state} for state in OPTIMIZER.state.values()]
+        values = [state["exp_avg"].clone() for state in states]
+        state = PlainState([torch.nn.Linear(256, 256)], (), Copies())
+        step()
+        state.restore()
+        assert (AVERAGE.updates, [*AVERAGE.shadow]) == (0, ["a"])
+        assert not AVERAGE.shadow["a"].any()
+        assert all(map(torch.equal, (AVERAGE.module.weight, WEIGHT), before))
+        assert [*OPTIMIZER.state.values()] == states
+        now = [state["exp_avg"] for state in OPTIMIZER.state.values()]
+        assert all(map(torch.equal, now, values))
+        OPTIMIZER.step()
 
 
 @pytest.mark.parametrize("begins", [0, 1])
