@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is switched off, on or restored for a rehearsal: random choices, reruns, metrics."""
 
+import functools
 import math
 import random
 import sys
@@ -17,6 +18,9 @@ from megatron_ttrace.mcore.replaced import kept, replaced
 from megatron_ttrace.trace.checksum import checksum
 
 _DROPOUT_ATTRIBUTES = ("hidden_dropout", "attention_dropout", "attention_dropout_p")
+
+_DROPOUTS = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split()
+"""Functions of ``torch.nn.functional``."""
 
 _RANDOM_ROUTING = {
     "moe_router_force_load_balancing": False,
@@ -106,18 +110,19 @@ def without_dropout(
     have its probability anywhere, and give it to PyTorch's function: then ``drops`` is called.
     With an :class:`Off`, calls can be followed; kernels on a GPU are compiled for plain numbers.
     """
-    functional = torch.nn.functional
-    dropout = functional.dropout
 
     def switched_off(
-        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> torch.Tensor:
-        if p and training:
+        dropout: Callable[..., Any], input: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any
+    ) -> Any:
+        if p and (args[0] if args else kwargs.get("training", True)):
             drops()
-        return dropout(input, p and off, training, inplace)
+        return dropout(input, p and off, *args, **kwargs)
 
     values = [(module, name, off) for module, name in _dropping(chunks)]
-    return replaced([*values, (functional, "dropout", switched_off)])
+    functional = torch.nn.functional
+    functions = [(name, getattr(functional, name)) for name in _DROPOUTS]
+    off_too = [(functional, n, functools.partial(switched_off, f)) for n, f in functions]
+    return replaced([*values, *off_too])
 
 
 def _dropping(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str]]:

@@ -63,6 +63,21 @@ def test_dropout_that_only_a_function_is_given() -> None:
     assert torch.nn.functional.dropout is dropout
 
 
+@pytest.mark.parametrize("name", quiet._DROPOUTS)
+def test_every_function_of_dropout(name: str) -> None:
+    """It is switched off however its arguments are given."""
+    dims = {"dropout1d": 3, "dropout2d": 4}.get(name, 5)
+    ones, calls = torch.ones(range(2, 2 + dims)), []
+    dropout = getattr(torch.nn.functional, name)
+    with quiet.without_dropout([], 0.0, lambda: calls.append(1)):
+        function = getattr(torch.nn.functional, name)
+        assert torch.equal(function(ones, 0.5, True), ones)
+        assert torch.equal(function(ones, p=0.5, training=True), ones)
+        assert torch.equal(function(ones, 0.5, training=False), ones)
+    assert calls == [1, 1]
+    assert getattr(torch.nn.functional, name) is dropout
+
+
 def test_random_numbers_that_were_drawn() -> None:
     before = quiet.drawn_from()
     assert quiet.drawn_from() == before
