@@ -67,7 +67,7 @@ def test_dropout_that_only_a_function_is_given() -> None:
 def test_every_function_of_dropout(name: str) -> None:
     """It is switched off however its arguments are given."""
     dims = {"dropout1d": 3, "dropout2d": 4}.get(name, 5)
-    ones, calls = torch.ones(range(2, 2 + dims)), []
+    ones, calls = torch.ones(*range(2, 2 + dims)), []
     dropout = getattr(torch.nn.functional, name)
     with quiet.without_dropout([], 0.0, lambda: calls.append(1)):
         function = getattr(torch.nn.functional, name)
