@@ -101,6 +101,13 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "--context-parallel-size in a model of images: how ranks divide their samples is not "
             "known: check the job without it"
         )
+    # Options of pull requests 6776 and 6512.
+    layouts = (getattr(args, name, None) for name in ("linear_cp_layout", "mtp_cp_token_layout"))
+    if "contiguous" in layouts and getattr(args, "context_parallel_size", 1) > 1:
+        raise TTraceError(
+            "a contiguous context-parallel layout: which tokens a rank has is known of Megatron's "
+            "zigzag layout only: check the job with that"
+        )
     main_weights = getattr(args, "main_params_dtype", None)
     if main_weights is not None and main_weights.itemsize < 4:
         raise TTraceError(

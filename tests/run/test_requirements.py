@@ -48,6 +48,11 @@ REFUSED = [
         "--use-torch-fsdp2 with --init-model-with-meta-device",
     ),
     ({"logits_load_dir": "there"}, {}, "--logits-load-dir"),
+    (
+        {"linear_cp_layout": "contiguous", "context_parallel_size": 2},
+        {},
+        "contiguous context-parallel layout",
+    ),
     ({"use_megatron_fsdp": True, "load": "there"}, {}, "--use-megatron-fsdp with --load"),
     (
         {"overlap_moe_expert_parallel_comm": True, "hybrid_layer_pattern": "M*E"},
