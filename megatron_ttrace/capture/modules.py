@@ -180,17 +180,15 @@ class ModuleTap:
         def guard(hook: Callable[..., Any], *args: Any) -> Any:
             return None if state.aside else self._guard(hook, *args)
 
-        def run_of(router: str) -> Callable[[], int | None]:
-            return lambda: state.run.get(router, 0)
-
-        followed = Followed(name, microbatch, self._sink, guard, run_of(name))
+        run = functools.partial(state.run.get, name, 0)
+        followed = Followed(name, microbatch, self._sink, guard, run)
         if can_follow(module):
             experts = dataclasses.replace(followed, name=f"{name}.experts")
             self._handles.append(DispatchTap(module, experts))
             router = getattr(module, "router", None)
             if isinstance(router, torch.nn.Module) and not hasattr(router, "router_replay"):
-                inner = f"{name}.router"
-                own = dataclasses.replace(followed, name=inner, run=run_of(inner))
+                name, run = f"{name}.router", functools.partial(state.run.get, f"{name}.router", 0)
+                own = dataclasses.replace(followed, name=name, run=run)
                 self._handles.append(OwnRouterTap(module, own))
         if hasattr(module, "router_replay"):
             self._handles.append(RouterTap(module, followed))
