@@ -43,6 +43,9 @@ An input is *ignored* if only one of the runs passes it to its module, and all o
 module has in the microbatch pass: Megatron recomputes layers with other arguments, and inputs are
 told apart by their positions.
 
+A single number may be each rank's *own mean* over the tokens that it has: their mean over the
+tensor- and context-parallel ranks is the reference's. What is computed from it is judged.
+
 A module that is run for *pieces* of its input, in a loop, runs another number of times where a rank
 has fewer tokens. Its runs have no counterparts if all else passes in this step: what contains it
 and its parameters' gradients among that.
@@ -52,12 +55,13 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from megatron_ttrace.compare.gathered import Holding
 from megatron_ttrace.compare.judge import judge, summed, verdict_of
+from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.planning import REDUCED_OVER
 from megatron_ttrace.compare.tolerance import PartError, Tolerances
 from megatron_ttrace.placement.mesh import Mesh
@@ -97,7 +101,7 @@ def review(
     """The verdicts, with others on the tensors that fail by design.
 
     What is partial or unused passes; gradients of copies, untrained ones, inputs that are ignored,
-    and modules that run for pieces are unchecked.
+    means of ranks, and modules that run for pieces are unchecked.
     ``mesh`` has the sizes of the candidate's axes, ``ledger`` its collectives. With ``isolated``,
     modules were given the reference's tensors.
     """
@@ -112,7 +116,8 @@ def review(
     if not isolated:
         rules.append(_Partial(run, mesh, ledger).instead)
     rules += [_Copied(run, reference).instead, _Untrained(reference).instead]
-    rules += [_Ignored(verdicts).instead, _Pieces(verdicts).instead]
+    ranks = mesh.size(REDUCED_OVER) * mesh.size("cp")
+    rules += [_Ignored(verdicts).instead, _Pieces(verdicts).instead, _Means(run, ranks).instead]
     return [
         next((found for rule in rules if (found := rule(v))), v) if v.key in failed else v
         for v in verdicts
@@ -131,6 +136,12 @@ class _Run:
     def ranks(self, key: TraceKey) -> list[int]:
         """That have a tensor."""
         return sorted(rank for held in self.holders.get(key, ()) for rank in held.ranks)
+
+    def sums(self, key: TraceKey) -> Iterator[Sums]:
+        """Those of a tensor's holders that are numbers."""
+        for held in self.holders.get(key, ()):
+            if (sums := held.measured.sums) and not (sums.nonfinite or sums.undefined):
+                yield sums
 
     def elements(self, key: TraceKey) -> dict[int, float]:
         """How many elements of a tensor each rank has; of joined parts the mean."""
@@ -451,6 +462,26 @@ class _Ignored:
         outputs = self._outputs[failure.iteration, failure.microbatch, failure.name]
         is_right = outputs and all(outcome is Outcome.PASS for outcome in outputs)
         return failure.unchecked(Reason.IGNORED) if is_right else None
+
+
+class _Means:
+    """Which numbers are means over a rank's own tokens."""
+
+    def __init__(self, run: _Run, ranks: int) -> None:
+        self._run = run
+        self._ranks = ranks
+
+    def instead(self, failure: Judged) -> Judged | None:
+        """Unchecked; ``None`` unless the mean over all ranks is the reference's."""
+        holders, [*sums] = self._run.holders[failure.key], self._run.sums(failure.key)
+        is_number = math.prod(failure.shape) == 1 and failure.kind in (Kind.INPUT, Kind.OUTPUT)
+        is_whole = len(sums) == len(holders) and sum(h.copies for h in holders) == self._ranks
+        if not (is_number and is_whole and all(each.reference for each in sums)):
+            return None
+        shares = zip(holders, sums, strict=True)
+        mean = sum(h.copies * each.dot / each.reference for h, each in shares) / self._ranks
+        is_right = abs(mean - 1.0) <= self._run.tolerances.of(failure.key).value
+        return failure.unchecked(Reason.OWN_MEAN) if is_right else None
 
 
 class _Pieces:

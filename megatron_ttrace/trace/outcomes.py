@@ -28,6 +28,7 @@ class Reason(StrEnum):
     UNTRAINED = "untrained"
     IGNORED = "ignored"
     PIECES = "pieces"
+    OWN_MEAN = "own mean"
     # Of failures.
     TWIN = "twin"
     """Initial values that are bitwise equal to those of another part or parameter."""

@@ -457,3 +457,23 @@ def test_what_is_not_excused(request, world, place, change):
     world = request.getfixturevalue(world)
     change(world)
     assert world.outcomes()[0][place].is_failure
+
+
+@pytest.mark.parametrize(
+    ("means", "outcome"),
+    [
+        ((0.5, 1.5), Outcome.UNCHECKED),
+        ((1.5, 1.5), Outcome.DIVERGED),
+        ((0.0, 1.0), Outcome.REPLICA_CONFLICT),
+        ((0.5, float("nan")), Outcome.NONFINITE),
+    ],
+)
+def test_the_mean_over_a_ranks_own_tokens(tmp_path, means, outcome):
+    """As of a layer's regularizer under sequence parallelism; one that is wrong is a failure."""
+    world = World(tmp_path, [HEAD, LAYER], 2, tp=2)
+    world.tensors[LAYER] = torch.tensor(1.0)
+    for tensors, mean in zip(world.ranks, means, strict=True):
+        tensors[LAYER] = torch.tensor(mean)
+    outcomes, _ = world.outcomes()
+    assert outcomes[LAYER] is outcome
+    assert outcomes[HEAD] is Outcome.PASS
