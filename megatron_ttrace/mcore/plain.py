@@ -111,9 +111,10 @@ class _Trained:
         if isinstance(owner, torch.nn.Module):
             self._state, tensors = [], [*owner.parameters(), *owner.buffers()]
         else:
-            self._state = [(each, {**each}) for each in (owner.state, *owner.state.values())]
+            state = [each for each in owner.state.values() if isinstance(each, dict)]
+            self._state = [(each, {**each}) for each in (owner.state, *state)]
             tensors = [t for group in owner.param_groups for t in group["params"]]
-            tensors += (v for each in owner.state.values() for v in each.values())
+            tensors += (v for each in state for v in each.values())
         there = (t for t in tensors if torch.is_tensor(t) and _is_there(t))
         self._kept = [(t, copies.copy(t)) for t in there if id(t) not in shared]
 
