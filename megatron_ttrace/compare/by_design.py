@@ -114,10 +114,10 @@ def review(
     run = _Run(verdicts, holders, tolerances, eps)
     rules: list[_Rule] = [_Unused(run, reference).instead]
     if not isolated:
-        rules.append(_Partial(run, mesh, ledger).instead)
+        ranks = mesh.size(REDUCED_OVER) * mesh.size("cp")
+        rules += [_Partial(run, mesh, ledger).instead, _Means(run, ranks).instead]
     rules += [_Copied(run, reference).instead, _Untrained(reference).instead]
-    ranks = mesh.size(REDUCED_OVER) * mesh.size("cp")
-    rules += [_Ignored(verdicts).instead, _Pieces(verdicts).instead, _Means(run, ranks).instead]
+    rules += [_Ignored(verdicts).instead, _Pieces(verdicts).instead]
     return [
         next((found for rule in rules if (found := rule(v))), v) if v.key in failed else v
         for v in verdicts

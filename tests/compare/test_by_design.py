@@ -477,3 +477,4 @@ def test_the_mean_over_a_ranks_own_tokens(tmp_path, means, outcome):
     outcomes, _ = world.outcomes()
     assert outcomes[LAYER] is outcome
     assert outcomes[HEAD] is Outcome.PASS
+    assert world.outcomes(isolated=True)[0][LAYER].is_failure
