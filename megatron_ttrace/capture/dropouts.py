@@ -43,6 +43,7 @@ class _Call:
         place: of what is recorded of it, with the first of its indices (:class:`DropoutIndex`).
         elements: of which a mask would be drawn, by one tensor-parallel rank.
         number: drawn in place of the mask.
+        probability: of an element to be dropped.
         waits: to be recomputed, if it is.
         is_right: whether its recomputation, if any, draws the same.
     """
@@ -50,6 +51,7 @@ class _Call:
     place: Place
     elements: int
     number: float
+    probability: float = 0.0
     waits: bool = True
     is_right: bool = True
 
@@ -62,7 +64,7 @@ class DropoutTap:
         chunks: Sequence[Names],
         mesh: Mesh,
         microbatch: Callable[[int], int | None],
-        record: Callable[[Place, int], None],
+        record: Callable[[Place, float], None],
         gather: Callable[[list[float]], list[list[float]]],
     ) -> None:
         """Prepare for the chunks of the rank at a place of the mesh.
@@ -99,7 +101,7 @@ class DropoutTap:
             inplace: bool = False,
         ) -> torch.Tensor:
             if training and isinstance(p, quiet.Off) and self._running:
-                attempt(self._draws, input)
+                attempt(self._draws, input, p.was)
             return dropout(input, p, training, inplace)
 
         modules = [module for names in self._chunks for module in names.modules.values()]
@@ -125,7 +127,8 @@ class DropoutTap:
         for at, call in enumerate(self._in_order):
             microbatch, kind, name, first = call.place
             masks = len({numbers[at] for numbers in self._drawn if at < len(numbers)})
-            found = {
+            found: dict[DropoutIndex, float] = {
+                DropoutIndex.PROBABILITY: call.probability,
                 DropoutIndex.ELEMENTS: call.elements * masks,
                 DropoutIndex.RECOMPUTED: 2 if call.number in drawn else int(call.is_right),
             }
@@ -151,7 +154,7 @@ class DropoutTap:
         """In float64: no two are equal by chance."""
         return float(torch.rand((), dtype=torch.float64, device=self._device))
 
-    def _draws(self, data: torch.Tensor) -> None:
+    def _draws(self, data: torch.Tensor, probability: float) -> None:
         chunk, name = self._running[-1]
         if is_within_experts(name):
             return
@@ -164,7 +167,7 @@ class DropoutTap:
         number = self._number()
         if not is_recomputing():
             place = microbatch, Kind.DROPOUT, name, len(calls) * len(DropoutIndex)
-            calls.append(_Call(place, data.numel() * self._cp, number))
+            calls.append(_Call(place, data.numel() * self._cp, number, probability))
             self._in_order.append(calls[-1])
             return
         waiting = [call for call in calls if call.waits]

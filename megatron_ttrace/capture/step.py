@@ -346,7 +346,7 @@ class StepTap:
             for name, is_fp8 in fp8.in_use(names):
                 self._number(Kind.PRECISION, name, torch.tensor(is_fp8))
 
-    def _dropout(self, place: Place, number: int) -> None:
+    def _dropout(self, place: Place, number: float) -> None:
         self._sink.placed(place, torch.tensor(number, dtype=torch.float64), (), ())
 
     def _load(self, name: str, load: torch.Tensor) -> None:

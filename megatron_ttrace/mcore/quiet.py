@@ -38,7 +38,19 @@ _IN_FLOAT32 = "activation_func_clamp_value"
 
 
 class Off(float):
-    """The probability of dropout that is switched off."""
+    """The probability of dropout that is switched off.
+
+    Attributes:
+        was: what it is otherwise.
+    """
+
+    def __new__(cls, was: float = 0.0) -> "Off":
+        """Zero."""
+        off = super().__new__(cls, 0.0)
+        off.was = was
+        return off
+
+    was: float
 
 
 def has_dropout(args: MegatronArguments) -> bool:
@@ -116,9 +128,12 @@ def without_dropout(
     ) -> Any:
         if p and (args[0] if args else kwargs.get("training", True)):
             drops()
-        return dropout(input, p and off, *args, **kwargs)
+        return dropout(input, p and instead(p), *args, **kwargs)
 
-    values = [(module, name, off) for module, name in _dropping(chunks)]
+    def instead(p: float) -> float:
+        return Off(p) if isinstance(off, Off) else off
+
+    values = [(m, name, instead(getattr(m, name))) for m, name in _dropping(chunks)]
     functional = torch.nn.functional
     functions = [(name, getattr(functional, name)) for name in _DROPOUTS]
     off_too = [(functional, n, functools.partial(switched_off, f)) for n, f in functions]

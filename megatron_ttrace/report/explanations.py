@@ -173,6 +173,8 @@ def _texts(finding: f.Finding, verdict: Judged, summed: AbstractSet[str] = froze
         hint = f"a reduction over {axes} ran: it left this out, or something was added after it"
         return _rendered(finding)[0], hint
     if verdict.kind is Kind.DROPOUT and isinstance(finding, f.ConstantFactor):
+        if verdict.index % len(DropoutIndex) == DropoutIndex.PROBABILITY:
+            return _DROPOUT["PROBABILITY"]
         if verdict.index % len(DropoutIndex) == DropoutIndex.RECOMPUTED:
             return _DROPOUT["RECOMPUTED" if finding.ratio < 1 else "REPEATED"]
         more = "AFTERWARDS" if verdict.key.microbatch == STEP_LEVEL else "APART"

@@ -152,11 +152,12 @@ class LoadedIndex(IntEnum):
 
 
 class DropoutIndex(IntEnum):
-    """Of a ``dropout``: elements with own masks; 1 if right. Plus 2 for each call."""
+    """Of a ``dropout``: elements with own masks; 1 if right. Plus 3 for each call."""
 
     ELEMENTS = 0
     RECOMPUTED = 1
     """0: a recomputation drew another mask; 2: the mask is that of an earlier call."""
+    PROBABILITY = 2
 
 
 class MetricIndex(IntEnum):

@@ -57,11 +57,11 @@ def followed(
     gather: Callable[[list[float]], list[list[float]]] = lambda own: [own],
     afterwards: bool = False,
     **sizes: int,
-) -> dict[Place, int]:
+) -> dict[Place, float]:
     """What is recorded of ``run`` and its backward pass, on the first rank of a mesh."""
     modules = {"model": torch.nn.Sequential(layer), "layer": layer, inner: layer.inner}
     names = Names(modules, {}, {}, frozenset(), layers)
-    found: dict[Place, int] = {}
+    found: dict[Place, float] = {}
     mesh = mesh_of(0, math.prod(sizes.values()), **sizes)
     tap = DropoutTap([names], mesh, lambda chunk: 3, found.__setitem__, gather)
     x = torch.ones(2, SIZE // 2, requires_grad=True)
@@ -106,6 +106,8 @@ def test_masks_of_its_own(
         at("layer"): 4 * SIZE * masks[1],
         at("layer.inner", DropoutIndex.RECOMPUTED): 1,
         at("layer", DropoutIndex.RECOMPUTED): 1,
+        at("layer.inner", DropoutIndex.PROBABILITY): 0.5,
+        at("layer", DropoutIndex.PROBABILITY): 0.25,
     }
 
 
@@ -149,8 +151,8 @@ def test_each_call_has_a_number(inner: str, name: str) -> None:
     """What is outside of the layer that calls it is named for that layer."""
     layer = Layer(NO_STATE)
     found = followed(layer, lambda x: layer(layer(x)), layers=frozenset({"layer"}), inner=inner)
-    calls = [(name, index) for _, _, name, index in found if index % 2 == DropoutIndex.ELEMENTS]
-    assert calls == [(name, 0), ("layer", 0), (name, 2), ("layer", 2)]
+    calls = [(name, index) for _, _, name, index in found if index % 3 == DropoutIndex.ELEMENTS]
+    assert calls == [(name, 0), ("layer", 0), (name, 3), ("layer", 3)]
 
 
 @pytest.mark.parametrize("restored", [True, False])
@@ -164,8 +166,8 @@ def test_a_recomputation_draws_the_same(restored: bool) -> None:
         return x
 
     found = followed(layer, run)
-    right = {(name, index): n for (_, _, name, index), n in found.items() if index % 2}
-    assert right == {(name, i): restored for name in ("layer", "layer.inner") for i in (1, 3)}
+    right = {(name, i): n for (_, _, name, i), n in found.items() if i % 3 == 1}
+    assert right == {(name, i): restored for name in ("layer", "layer.inner") for i in (1, 4)}
 
 
 @pytest.mark.parametrize("puts_back", [True, False])
@@ -182,10 +184,10 @@ def test_a_recomputation_leaves_the_random_states(puts_back: bool) -> None:
         return x
 
     found = followed(layer, run)
-    right = {(name, index): n for (_, _, name, index), n in found.items() if index % 2}
+    right = {(name, i): n for (_, _, name, i), n in found.items() if i % 3 == 1}
     again = 1 if puts_back else 2
     names = "layer", "layer.inner"
-    assert right == {(name, i): n for name in names for i, n in ((1, 1), (3, again))}
+    assert right == {(name, i): n for name in names for i, n in ((1, 1), (4, again))}
 
 
 def test_what_is_not_followed() -> None:
