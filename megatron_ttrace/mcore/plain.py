@@ -112,7 +112,8 @@ class _Trained:
             self._state, tensors = [], [*owner.parameters(), *owner.buffers()]
         else:
             state = [each for each in owner.state.values() if isinstance(each, dict)]
-            self._state = [(each, {**each}) for each in (owner.state, *state)]
+            changed = owner.state, *state, *owner.param_groups
+            self._state = [(each, {**each}) for each in changed]
             tensors = [t for group in owner.param_groups for t in group["params"]]
             tensors += (v for each in state for v in each.values())
         there = (t for t in tensors if torch.is_tensor(t) and _is_there(t))

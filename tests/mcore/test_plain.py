@@ -165,6 +165,7 @@ def test_what_is_beside_the_model() -> None:
     def step() -> None:
         AVERAGE.update()
         WEIGHT.grad = torch.ones(2)
+        OPTIMIZER.param_groups[0]["lr"] *= 2
         OPTIMIZER.step()
 
     for _ in range(2):  # the optimizer has no state at first
@@ -178,6 +179,7 @@ def test_what_is_beside_the_model() -> None:
         assert not AVERAGE.shadow["a"].any()
         assert all(map(torch.equal, (AVERAGE.module.weight, WEIGHT), before))
         assert [*OPTIMIZER.state.values()] == states
+        assert OPTIMIZER.param_groups[0]["lr"] == 0.1
         now = [state["exp_avg"] for state in OPTIMIZER.state.values()]
         assert all(map(torch.equal, now, values))
         OPTIMIZER.step()
