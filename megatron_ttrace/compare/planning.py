@@ -11,9 +11,14 @@ import torch
 
 from megatron_ttrace.compare.experts import ExpertRows, Match
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.mcore.roles import is_beyond
+from megatron_ttrace.mcore.roles import is_beyond, is_within_experts
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.placement.infer import NoPlacementError, infer_activation, infer_head_rows
+from megatron_ttrace.placement.infer import (
+    NoPlacementError,
+    infer_activation,
+    infer_buffer,
+    infer_head_rows,
+)
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import (
     Known,
@@ -191,8 +196,11 @@ class Planner(Placer):
                 return [Measured.stranger(key, local)]
             if known is not None and known[0] == whole:
                 return [self.placed(key, *known)]
-            # A fork's buffer may have a rank's heads; unlike a parameter's, nothing marks its dim.
-            if known is not None and key.kind is not Kind.BUFFER:
+            if known is not None and key.kind is Kind.BUFFER:
+                in_experts = is_within_experts(key.name)
+                steps = infer_buffer(local, whole, self._layout.mesh, in_experts=in_experts)
+                return [self.placed(key, whole, steps)]
+            if known is not None:
                 raise NoPlacementError(f"the whole tensor is {known[0]}, in the reference {whole}")
             return [self.place(key, local, whole, *self._samples_of(key.microbatch))]
         except ValueError as error:

@@ -96,6 +96,22 @@ def infer_head_rows(
     return placement
 
 
+def infer_buffer(
+    local: Sequence[int], logical: Sequence[int], mesh: Mesh, *, in_experts: bool
+) -> Placements:
+    """The placement of a fork's buffer, of which a rank may have its own heads, or experts.
+
+    Unlike a parameter's, nothing marks its dim. Raises as :func:`infer_activation`.
+    """
+    axis = "ep" if in_experts else "tp"
+    sizes = [*zip(local, logical, strict=False)]
+    divided = [dim for dim, (part, size) in enumerate(sizes) if part != size]
+    is_part = all(sizes[dim][0] * mesh.size(axis) == sizes[dim][1] for dim in divided)
+    if len(local) != len(logical) or len(divided) > 1 or not is_part:
+        raise NoPlacementError(f"the whole tensor is {local}, in the reference {logical}")
+    return tuple(Step(axis, Shard(dim)) for dim in divided)
+
+
 def _sequence_dim(
     ratios: Sequence[int], logical: Sequence[int], cp: int, seq_length: int
 ) -> int | None:

@@ -54,12 +54,23 @@ def test_samples_of_another_length(tmp_path):
     assert planner.positions(0, (6, 1)).tolist() == [3, 4, 5, 6, 7, 8]
 
 
-@pytest.mark.parametrize(("local", "begins"), [((3,), 3), ((6,), 0), ((4,), None)])
-def test_a_buffer_of_a_ranks_heads(tmp_path, local, begins):
-    """Its shape tells, as an activation's does; what fits no division is a finding."""
-    key = TraceKey(1, -1, Kind.BUFFER, "slopes", 1)
-    reference = reference_of(tmp_path, {(-1, Kind.BUFFER, "slopes", 1): torch.ones(6)})
-    (match,) = Planner(reference, 1, LAYOUT).plan(key, local, (local, ()))
+@pytest.mark.parametrize(
+    ("name", "axis", "local", "begins"),
+    [
+        ("slopes", "tp", (3,), 3),
+        ("slopes", "tp", (6,), 0),
+        ("slopes", "tp", (4,), None),
+        ("slopes", "tp", (3, 1), None),
+        ("slopes", "ep", (3,), None),
+        ("mlp.experts.scale", "ep", (3,), 3),
+    ],
+)
+def test_a_buffer_of_a_ranks_heads_or_experts(tmp_path, name, axis, local, begins):
+    """Its shape tells; what fits no division is a finding."""
+    place = -1, Kind.BUFFER, name, 1
+    reference = reference_of(tmp_path, {place: torch.ones(6)})
+    layout = RankLayout(mesh_of(1, 2, **{axis: 2}), 8, 1.0)
+    (match,) = Planner(reference, 1, layout).plan(TraceKey(1, *place), local, (local, ()))
     assert ([box.logical[0] for box in match.boxes] or [None]) == [begins]
 
 
