@@ -60,7 +60,7 @@ class PlainState:
         self._modules += map(_Kept, objects)
         self._others: list[_Kept | _Trained] = [_Kept(other) for other in (*others, *users)]
         if copies is not None:
-            shared = {id(t) for m in chunks for t in (*m.parameters(), *m.buffers())}
+            shared = {id(tensor) for chunk in chunks for tensor in _tensors(chunk)}
             variables = {id(v): v for m in users for v in vars(m).values()}
             own = [v for v in variables.values() if _is_state(v, names)]
             weights = sum(p.numel() for m in chunks for p in m.parameters())
@@ -109,7 +109,7 @@ class _Trained:
 
     def __init__(self, owner: Any, shared: Container[int], copies: Copies) -> None:
         if isinstance(owner, torch.nn.Module):
-            self._state, tensors = [], [*owner.parameters(), *owner.buffers()]
+            self._state, tensors = [], [*_tensors(owner)]
         else:
             state = [each for each in owner.state.values() if isinstance(each, dict)]
             changed = owner.state, *state, *owner.param_groups
@@ -126,6 +126,12 @@ class _Trained:
         with torch.no_grad():
             for tensor, copy in self._kept:
                 copy.put(tensor)
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    # Megatron's DDP has an attribute of this name.
+    yield from torch.nn.Module.buffers(module)
 
 
 def _is_state(value: Any, names: Container[str]) -> bool:

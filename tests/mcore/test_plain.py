@@ -172,7 +172,9 @@ def test_what_is_beside_the_model() -> None:
         before = AVERAGE.module.weight.clone(), WEIGHT.detach().clone()
         states = [{**state} for state in OPTIMIZER.state.values()]
         values = [state["exp_avg"].clone() for state in states]
-        state = PlainState([torch.nn.Linear(256, 256)], (), Copies())
+        chunk: Any = torch.nn.Linear(256, 256)
+        chunk.buffers = []  # as of Megatron's DDP
+        state = PlainState([chunk], (), Copies())
         step()
         state.restore()
         assert (AVERAGE.updates, [*AVERAGE.shadow]) == (0, ["a"])
