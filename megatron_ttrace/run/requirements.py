@@ -101,8 +101,8 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "--context-parallel-size in a model of images: how ranks divide their samples is not "
             "known: check the job without it"
         )
-    # Options of pull requests 6776 and 6512.
-    layouts = (getattr(args, name, None) for name in ("linear_cp_layout", "mtp_cp_token_layout"))
+    # Options of pull requests 6776 and 6512, which other loops cannot name.
+    layouts = map(vars(args).get, ("linear_cp_layout", "mtp_cp_token_layout"))
     if "contiguous" in layouts and getattr(args, "context_parallel_size", 1) > 1:
         raise TTraceError(
             "a contiguous context-parallel layout: which tokens a rank has is known of Megatron's "
