@@ -58,12 +58,11 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """The gradients of those inputs that need them."""
-        given = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        inputs = [None if x is None else x.detach().requires_grad_(needs) for x, needs in given]
-        x, weight, bias = inputs
+        inputs: list[Any] = [None if x is None else x.detach() for x in ctx.saved_tensors]
+        needed = zip(inputs, ctx.needs_input_grad, strict=False)
+        wanted = [x.requires_grad_() for x, needs in needed if needs]
         with torch.enable_grad():
-            output = _normalised(x, weight, bias, ctx.kind)
-        wanted = [x for x in inputs if x is not None and x.requires_grad]
+            output = _normalised(*inputs, ctx.kind)
         found = iter(torch.autograd.grad(output, wanted, gradients))
         return (*(next(found) if needs else None for needs in ctx.needs_input_grad),)
 
