@@ -61,8 +61,9 @@ class _Normalise(torch.autograd.Function):
         inputs: list[Any] = [None if x is None else x.detach() for x in ctx.saved_tensors]
         needed = zip(inputs, ctx.needs_input_grad, strict=False)
         wanted = [x.requires_grad_() for x, needs in needed if needs]
+        x, weight, bias = inputs
         with torch.enable_grad():
-            output = _normalised(*inputs, ctx.kind)
+            output = _normalised(x, weight, bias, ctx.kind)
         found = iter(torch.autograd.grad(output, wanted, gradients))
         return (*(next(found) if needs else None for needs in ctx.needs_input_grad),)
 
