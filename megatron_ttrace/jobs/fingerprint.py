@@ -40,6 +40,7 @@ DEALT_TO = "data-parallel ranks that shuffled samples are dealt to"
 IN_BLOCKS = "tensor-parallel ranks whose blocks of a matrix are stepped by themselves"
 """How many: tp, etp."""
 
+_ISOLATE = "isolate"
 _TOLD = "told"
 """The part of an identity that is reported but not compared."""
 _HARMLESS_PREFIXES = tuple(
@@ -84,7 +85,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
             "iterations": list(settings.iterations),
             "init": settings.init,
             "seeds": settings.seeds,
-            "by_module": by_module(args, settings),
+            _ISOLATE: by_module(args, settings),
             "reference_args": _arguments(settings.reference_args),
             "reference_layout": str(settings.reference_layout or ""),
             "device": _device(),
@@ -220,7 +221,7 @@ def differences(
         for name in sorted({*needed, *existing}):
             if any_megatron and name in (*scripts.MEGATRON, "megatron-core"):
                 continue
-            if name == "by_module" and needed[name] is None:
+            if name == _ISOLATE and needed[name] is None:
                 continue
             if (a := needed.get(name)) != (b := existing.get(name)):
                 lines.append(f"{name} is {a!r} here and {b!r} there")

@@ -247,9 +247,9 @@ def test_replays_of_modules(settings, arguments, expected):
     """A reference whose replays are isolated judges isolated runs only; those have any."""
     wanted = dataclasses.replace(SETTINGS, **settings)
     ours = fingerprint.identity(candidate(**arguments), wanted)
-    assert ours["ttrace"]["by_module"] is expected
+    assert ours["ttrace"]["isolate"] is expected
     for theirs in (False, True):
-        other = {**ours, "ttrace": {**ours["ttrace"], "by_module": theirs}}
+        other = {**ours, "ttrace": {**ours["ttrace"], "isolate": theirs}}
         fits = expected is None or expected is theirs
         assert (fingerprint.differences(ours, other) == []) is fits
 
