@@ -45,10 +45,10 @@ def without_secrets(text: str) -> str:
     longest_first = sorted(_withheld, key=len, reverse=True)
 
     def hidden(match: re.Match[str]) -> str:
-        start = re.search(rf"(?<!{_OF_PATH})/{_OF_PATH}*$", text[: match.start()])
+        start = re.search(rf"{_OF_PATH}*$", text[: match.start()])
         end = re.match(rf"{_OF_PATH}*", text[match.end() :])
-        path = f"{start[0]}{match[0]}{end and end[0]}" if start else ""
-        return match[0] if os.path.exists(path.rstrip(".")) else "***"
+        path = "".join(part[0] for part in (start, match, end) if part).rstrip(".")
+        return match[0] if "/" in path and os.path.exists(path) else "***"
 
     secrets = "|".join(map(re.escape, longest_first))
     return re.sub(rf"(?<!\w)(?:{secrets})(?!\w)", hidden, text)

@@ -206,7 +206,7 @@ def test_a_line_break_in_a_word(word: str) -> None:
     disclosure.withhold(["ttrace", "check", "--ttrace-dir", word, "--", word])
 
 
-def test_a_value_within_a_path_that_exists(tmp_path: Path) -> None:
+def test_a_value_within_a_path_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log of a failed job must be found; the value is hidden everywhere else."""
     log = tmp_path / CANARY / "rank-0.log"
     log.parent.mkdir()
@@ -215,6 +215,9 @@ def test_a_value_within_a_path_that_exists(tmp_path: Path) -> None:
     text = f"it ended (log: {log}). {CANARY} /{CANARY}/x.log https://u:{CANARY}@h{log}"
     expected = f"it ended (log: {log}). *** /***/x.log https://u:***@h{tmp_path}/***/rank-0.log"
     assert without_secrets(text) == expected
+    monkeypatch.chdir(tmp_path)
+    text = f"(log: {CANARY}/rank-0.log), {CANARY}, elsewhere/{CANARY}"
+    assert without_secrets(text) == f"(log: {CANARY}/rank-0.log), ***, elsewhere/***"
 
 
 def test_every_command_of_ours_is_shown() -> None:
