@@ -38,7 +38,8 @@ def withhold(values: Iterable[str]) -> None:
 def without_secrets(text: str) -> str:
     """A text without what was withheld.
 
-    A part of a longer word, or of the path of a file that exists, is none of it.
+    A part of a longer word, or a name in the path of a file that exists, is none of it; a path that
+    was withheld is.
     """
     if not any(value in text for value in _withheld):
         return text
@@ -48,7 +49,8 @@ def without_secrets(text: str) -> str:
         start = re.search(rf"{_OF_PATH}*$", text[: match.start()])
         end = re.match(rf"{_OF_PATH}*", text[match.end() :])
         path = "".join(part[0] for part in (start, match, end) if part).rstrip(".")
-        return match[0] if "/" in path and os.path.exists(path) else "***"
+        is_name = "/" in path and "/" not in match[0]
+        return match[0] if is_name and os.path.exists(path) else "***"
 
     secrets = "|".join(map(re.escape, longest_first))
     return re.sub(rf"(?<!\w)(?:{secrets})(?!\w)", hidden, text)

@@ -15,7 +15,7 @@ from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.commands.disclosure import command
 from megatron_ttrace.mcore.options.decisions import option_of
 from megatron_ttrace.mcore.options.roles import ROLES, VALUES
-from megatron_ttrace.trace.errors import without_secrets
+from megatron_ttrace.trace.errors import withhold, without_secrets
 
 CANARY = "canary7f3a"
 
@@ -218,6 +218,8 @@ def test_a_value_within_a_path_that_exists(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     text = f"(log: {CANARY}/rank-0.log), {CANARY}, elsewhere/{CANARY}"
     assert without_secrets(text) == f"(log: {CANARY}/rank-0.log), ***, elsewhere/***"
+    withhold([str(log)])
+    assert without_secrets(f"no key in {log}") == "no key in ***"
 
 
 def test_every_command_of_ours_is_shown() -> None:
