@@ -44,7 +44,7 @@ def test_the_table(data, capsys):
     assert re.search(r"^--hidden-size +12288 +64 ", table, re.MULTILINE)
     assert "not kept: --load" in table
     assert max(map(len, table.splitlines())) <= 80
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         words = shlex.split(command.replace("\\\n", " "), comments=True)
         assert words[:3] == ["ttrace", "check", "--nproc-per-node"]
@@ -67,7 +67,7 @@ def test_json(data, capsys):
     """The same for machines."""
     assert main(["shrink", "--json", "--max-ranks", "16", "--data", str(data), "--", *COMMAND]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert [job["ranks"] for job in answer["jobs"]] == [16, 4, 2]
+    assert [job["ranks"] for job in answer["jobs"]] == [16, 4, 4, 2]
     assert ["--hidden-size", "12288", "64", "rows of a few blocks"] in answer["changes"]
 
 
@@ -109,11 +109,11 @@ def test_one_of_several_jobs_that_cannot_be_checked(monkeypatch, capsys, verdict
     monkeypatch.setattr(documents, "write", lambda *words: None)
     assert main(["check", "--shrink", "--no-fork", "--quiet", "--", *COMMAND]) == code
     shown = capsys.readouterr()
-    assert checked == ["1", "2", "3", "4"]
-    assert shown.out.count(f"ttrace  {verdict}") == 3
-    counts = shown.out.rpartition("jobs       4: ")[2].strip().split(", ")
-    assert {*counts} == {f"3 {verdict}", "1 could not check"}
-    assert "ttrace: job 2 of 4: a rank died" in shown.err
+    assert checked == ["1", "2", "3", "4", "5"]
+    assert shown.out.count(f"ttrace  {verdict}") == 4
+    counts = shown.out.rpartition("jobs       5: ")[2].strip().split(", ")
+    assert {*counts} == {f"4 {verdict}", "1 could not check"}
+    assert "ttrace: job 2 of 5: a rank died" in shown.err
 
 
 def test_this_directory(data, monkeypatch, capsys):
@@ -127,7 +127,7 @@ def test_this_directory(data, monkeypatch, capsys):
         raise TTraceError("a rank died")
 
     assert main([*how, "--", *COMMAND]) == 2
-    assert capsys.readouterr().err.startswith("ttrace: all 4 jobs: a rank died")
+    assert capsys.readouterr().err.startswith("ttrace: all 5 jobs: a rank died")
     assert prefixes == [Path(".-data/shrunk-text")]
 
 

@@ -167,7 +167,12 @@ def borrowed(flags: CommandFlags) -> int:
 
 
 def of_small(
-    flags: CommandFlags, large: Axes, kept: tuple[str, ...] | None = None, *, stages: int = 3
+    flags: CommandFlags,
+    large: Axes,
+    kept: tuple[str, ...] | None = None,
+    *,
+    stages: int = 3,
+    ring: int = 2,
 ) -> Axes:
     """Every axis above 1 becomes 2, and a pipeline with a stage in the middle has 3, or more.
 
@@ -179,7 +184,8 @@ def of_small(
 
     Axes that are not ``kept`` become 1. The pipeline has at most ``stages``: only with a third does
     one both receive and send in each direction, only with a fourth does one that receives have more
-    than two microbatches in flight.
+    than two microbatches in flight. Context parallelism has at most ``ring``: with two ranks, the
+    next one of a ring is the previous one.
     """
 
     def size(name: str, most: int = 2) -> int:
@@ -188,7 +194,8 @@ def of_small(
         return min(most, int(getattr(large, name)))
 
     copied = 1 < query_groups(flags) < large.tp
-    tp, cp, pp, ep = size("tp", 4 if copied else 2), size("cp"), size("pp", stages), size("ep")
+    tp, pp, ep = size("tp", 4 if copied else 2), size("pp", stages), size("ep")
+    cp = size("cp", ring if large.cp % ring == 0 else 2)
     levels = flags.text("hierarchical_context_parallel_sizes").split()
     if cp > 1 and levels:
         cp = math.prod(min(2, int(level)) for level in levels if level.isdigit())
@@ -249,22 +256,37 @@ def _equal_copies(flags: CommandFlags, small: Axes, large: Axes) -> tuple[int, i
     return min(candidates, key=math.prod, default=(small.tp, small.cp, small.ep, small.etp))
 
 
+LONGER = {
+    "pp": "middle stages of the pipeline",
+    "cp": "context-parallel ranks with two neighbours",
+}
+"""Axes of which two ranks do not show everything, and what only more of them have."""
+
+
+def longer(axes: Axes, axis: str) -> bool:
+    """Whether an axis has more than two ranks."""
+    return int(getattr(axes, axis)) > 2
+
+
 def jobs(flags: CommandFlags, large: Axes, most: int) -> list[Axes]:
     """The axes of the small jobs: one if the world is large enough, else all pairs are covered.
 
-    Where a middle stage of the pipeline does not fit beside the other axes, one job has it alone.
+    Where a middle stage of the pipeline, or a ring of four context-parallel ranks, does not fit
+    beside the other axes, one job has it alone.
     Axes of different sizes, but for pipelines, have different ones in one of the jobs, so that code
     that takes one for the other shows. Raises ``TTraceError``, with its name, when a pair of axes
     does not fit.
     """
 
     def longest(kept: tuple[str, ...] | None = None) -> list[Axes]:
-        smalls = (of_small(flags, large, kept, stages=stages) for stages in (4, 3))
+        sizes = itertools.product((4, 2), (4, 3))
+        smalls = (of_small(flags, large, kept, stages=pp, ring=cp) for cp, pp in sizes)
         return [small for small in smalls if small.ranks <= most][:1]
 
     chosen = longest() or _of_two_stages(flags, large, most)
-    if large.pp > 2 and max(job.pp for job in chosen) == 2:
-        chosen += longest(("pp",))
+    for axis in LONGER:
+        if longer(large, axis) and not any(longer(job, axis) for job in chosen):
+            chosen += [job for job in longest((axis,)) if longer(job, axis)]
     return chosen + _apart(flags, large, chosen, most)
 
 

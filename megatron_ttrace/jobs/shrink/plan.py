@@ -106,11 +106,13 @@ def of_flags(command: Command, most: int) -> Plan:
     if not any(small.spread() == spread for small in smalls):
         names = ", ".join(spread)
         lost.append(f"all axes in one job ({names}): {len(smalls)} jobs have all pairs of them")
-    together = max(small.pp for small in smalls if small.spread() != ("pp",) or len(smalls) == 1)
-    if large.pp > 2 and together == 2:
-        alone = "one job has them alone" if smalls[-1].pp > 2 else f"{most} ranks are too few"
-        lost.append(f"middle stages of the pipeline with the other axes: {alone}")
-    why = "2 per axis" + (f", {smalls[0].pp} pipeline stages" if smalls[0].pp > 2 else "")
+    for axis, what in axes.LONGER.items():
+        having = {small.spread() for small in smalls if axes.longer(small, axis)}
+        if axes.longer(large, axis) and having <= {(axis,)} - {spread}:
+            alone = "one job has them alone" if having else f"no job of {most} ranks has any"
+            lost.append(f"{what} with the other axes: {alone}")
+    longer = [axis for axis in axes.LONGER if axes.longer(smalls[0], axis)]
+    why = ", ".join(["2 per axis", *(f"{getattr(smalls[0], axis)} for {axis}" for axis in longer)])
     ranks = Row("ranks", str(command.ranks or "not said"), str(smalls[0].ranks), why)
     jobs = (*first.jobs, *(job for plan in further for job in plan.jobs))
     return dataclasses.replace(first, jobs=jobs, rows=(ranks, *first.rows), lost=tuple(lost))

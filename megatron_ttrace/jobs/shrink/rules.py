@@ -32,7 +32,11 @@ def _gone(case: Case, why: str, *options: str) -> Iterator[Change]:
 
 
 _SHORTER = "an axis above 1 becomes 2"
-_MORE = {"pp": "first, middle and last stage", "tp": "two query groups, on two ranks each"}
+_MORE = {
+    "pp": "first, middle and last stage",
+    "cp": "ranks with two neighbours",
+    "tp": "two query groups, on two ranks each",
+}
 
 
 def axes(case: Case) -> Iterator[Change]:
@@ -251,8 +255,9 @@ def other_mixers(case: Case) -> Iterator[Change]:
     if flags.text("experimental_attention_variant") in _DELTA_NETS or "G" in pattern:
         keys = flags.integer("linear_num_key_heads", 16)
         ratio = min(2, max(1, flags.integer("linear_num_value_heads", 32) // max(1, keys)))
-        yield from _sizes("heads on every rank", linear_num_key_heads=2 * tp)
-        yield from _sizes("to the keys as before", linear_num_value_heads=2 * tp * ratio)
+        heads = tp * max(2, case.small.cp)
+        yield from _sizes("heads on every rank", linear_num_key_heads=heads)
+        yield from _sizes("to the keys as before", linear_num_value_heads=heads * ratio)
         yield from _sizes("a block", linear_key_head_dim=unit, linear_value_head_dim=unit)
     if "M" in pattern:
         groups = tp * min(2, max(1, flags.integer("mamba_num_groups", 8) // case.large.tp))
@@ -277,6 +282,8 @@ def experts(case: Case) -> Iterator[Change]:
     few = min(2, chosen)
     step = math.lcm(small.ep, 2) if groups else small.ep
     per_rank = min(2, max(1, count // case.large.ep))
+    if per_rank > 1 < small.ep and 3 * small.ep <= count:
+        per_rank = 3  # two experts on each of two ranks are sorted the same way forth and back
     short = max(step, small.ep * per_rank)
     while short < count and (short < 2 * few or (groups and short < 4)):
         short += step
@@ -356,7 +363,7 @@ def _microbatches(case: Case, before: int) -> int:
     if before <= 1:
         return 1
     if case.small.pp == 1:
-        return 2
+        return min(3, before)  # one in the middle, and not as many as an axis has ranks
     group = case.flags.integer("microbatch_group_size_per_vp_stage")
     if group and case.small.chunks > 1:
         short = _group(case)

@@ -25,7 +25,7 @@ MODEL = {
     "--seq-length": 1024,
     "--max-position-embeddings": 1024,
     "--micro-batch-size": 4,
-    "--global-batch-size": 32,
+    "--global-batch-size": 64,
     "--train-iters": 50,
     "--lr": 0.00015,
     "--transformer-impl": "local",

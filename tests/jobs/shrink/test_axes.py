@@ -125,6 +125,7 @@ def test_pairs_are_covered(tp, cp, pp, dp, ep, most):
     for pair in itertools.combinations(large.spread(), 2):
         assert any(set(pair) <= set(axes_.spread()) for axes_ in small), pair
     assert min(3, pp) <= max(axes_.pp for axes_ in small) <= min(4, pp)
+    assert max(axes_.cp for axes_ in small) == min(4, cp)
 
 
 @given(POWERS, POWERS, POWERS, POWERS, POWERS, st.sampled_from([8, 16]))

@@ -86,7 +86,7 @@ def test_small_jobs_are_set_in_the_configuration():
     assert set(model.moe_layer_freq) == {0, 1}
     assert model.seq_length == cfg.dataset.seq_length == 64
     assert model.window_size == (15, 0)
-    assert model.num_moe_experts == 4
+    assert model.num_moe_experts == 6
     assert model.sequence_parallel is True
     assert cfg.train.global_batch_size < 64
     assert CommandFlags.parse(sizes.words(cfg)).text("num_layers") == str(model.num_layers)

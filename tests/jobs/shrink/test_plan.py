@@ -102,11 +102,25 @@ def test_a_middle_stage():
     assert shrunk(most=2 * 3 * 2).jobs[0].axes.pp == 3
 
 
+def test_a_ring():
+    """Of two ranks, the next is the previous one: four stay, here or in a job of its own."""
+    gated = "--context-parallel-size 8 --experimental-attention-variant gdn"
+    (job,) = shrunk(f"{gated} --tensor-model-parallel-size 2", 16).jobs
+    assert (job.axes.tp, job.axes.cp, job.axes.ranks) == (2, 4, 8)
+    # All-to-all divides the heads of a rank once more.
+    assert CommandFlags.parse(job.arguments).integer("linear_num_key_heads") == 2 * 4
+    small = shrunk("--context-parallel-size 4 --tensor-model-parallel-size 2", 16)
+    assert [(job.axes.tp, job.axes.cp, job.axes.dp) for job in small.jobs] == [(2, 2, 2), (1, 4, 1)]
+    assert small.lost[-1].endswith("with the other axes: one job has them alone")
+    (job,) = shrunk("--context-parallel-size 6", 6).jobs
+    assert job.axes.cp == 2
+
+
 def test_several_jobs():
     small = shrunk(f"{LARGE} --context-parallel-size 4")
     assert len(small.jobs) > 1
     assert any("all axes in one job (tp, cp, pp, dp)" in text for text in small.lost)
-    assert "middle stages" in small.lost[-1]
+    assert any("middle stages" in text for text in small.lost)
     assert all(job.axes.ranks <= 8 for job in small.jobs)
     for job in small.jobs:
         assert CommandFlags.parse(job.arguments).has("sequence_parallel") == (job.axes.tp > 1)

@@ -241,9 +241,11 @@ def test_other_mixers():
     num_experts=2, moe_router_topk=1
 --num-experts 256 --expert-model-parallel-size 64 --moe-router-topk 8 --moe-router-num-groups 8
 --moe-router-group-topk 4
-    num_experts=4, moe_router_topk=2, moe_router_num_groups=2, moe_router_group_topk=1
+    num_experts=6, moe_router_topk=2, moe_router_num_groups=2, moe_router_group_topk=1
 --num-experts 8 --expert-model-parallel-size 8 --moe-router-topk 2
     num_experts=4, moe_router_topk=2
+--num-experts 8 --expert-model-parallel-size 4
+    num_experts=6
 --num-experts 64 --moe-router-num-groups 1 --moe-router-group-topk 1
     num_experts=4
 --num-experts 4 --moe-router-topk 4
@@ -301,7 +303,7 @@ def test_length(text, expected):
     ("text", "expected"),
     table("""
 --micro-batch-size 4 --global-batch-size 64
-    micro_batch_size=2, global_batch_size=8
+    micro_batch_size=2, global_batch_size=12
 --micro-batch-size 1 --global-batch-size 2
     micro_batch_size=1, global_batch_size=2
 --micro-batch-size 1
@@ -321,13 +323,13 @@ def test_batch(text, expected):
 def test_batches_that_grow():
     """A ramp and a schedule keep their steps."""
     text = "--micro-batch-size 2 --global-batch-size 64 --rampup-batch-size 8 8 99"
-    assert changes(rules.batch, text).endswith("rampup_batch_size=8 8 99, global_batch_size=16")
+    assert changes(rules.batch, text).endswith("rampup_batch_size=12 12 99, global_batch_size=24")
     flags = CommandFlags.parse(
         ["--micro-batch-size", "1", "--step-batch-size-schedule", "0:384 200B:768"]
     )
     growing = Case(flags, Axes(dp=2), Axes(dp=2))
     options = {change.option: change.values for change in rules.batch(growing)}
-    assert options["step_batch_size_schedule"] == ("0:4 200B:8",)
+    assert options["step_batch_size_schedule"] == ("0:6 200B:12",)
 
 
 def test_groups_of_microbatches():
