@@ -184,8 +184,8 @@ def of_small(
 
     Axes that are not ``kept`` become 1. The pipeline has at most ``stages``: only with a third does
     one both receive and send in each direction, only with a fourth does one that receives have more
-    than two microbatches in flight. Context parallelism has at most ``ring``: with two ranks, the
-    next one of a ring is the previous one.
+    than two microbatches in flight. Context parallelism has at most ``ring``, and a stage at most 3
+    chunks: of two, the next one is the previous one.
     """
 
     def size(name: str, most: int = 2) -> int:
@@ -199,7 +199,7 @@ def of_small(
     levels = flags.text("hierarchical_context_parallel_sizes").split()
     if cp > 1 and levels:
         cp = math.prod(min(2, int(level)) for level in levels if level.isdigit())
-    chunks = min(2, large.chunks) if pp > 1 else 1
+    chunks = min(3, large.chunks) if pp > 1 else 1
     if chunks > 1 and flags.has("overlap_p2p_comm"):  # its only flag switches it off
         pp = 3
     etp = tp if large.etp == large.tp else min(2, large.etp)
