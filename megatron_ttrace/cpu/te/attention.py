@@ -78,7 +78,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.softmax_scale = 1 / math.sqrt(channels) if softmax_scale is None else softmax_scale
         self.softmax_type = softmax_type
         self.return_max_logit = bool(return_max_logit)
-        self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self._add_sinks(num_attention_heads // tp_size)
 
     def _add_sinks(self, heads: int) -> None:
@@ -101,6 +101,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     ) -> None:
         """Set over which ranks the sequence is cut, and how they communicate."""
         self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
+        self.cp_global_ranks, self.cp_stream = cp_global_ranks, cp_stream
 
     def _draw_mask(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         # The named random state differs between tensor-parallel ranks, as their heads do.
