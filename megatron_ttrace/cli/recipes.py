@@ -34,11 +34,11 @@ examples:
   ttrace recipes my-scripts
   ttrace recipes --bridge --only 'llama/*pretrain*'
 
-The functional tests' model_config.yaml and the example scripts that train GPT, or in any other
-folder the scripts that start a pretrain_*.py, are shrunk; equal jobs are checked once. Finished
-jobs are kept under --directory: repeat the command to continue, as long as the code is the same.
-The table is also written there, as recipes.json. With --bridge the recipes are those of the
-installed megatron-bridge, whose models get the sizes that transformers' classes have by themselves.
+The functional tests' model_config.yaml and the examples that train GPT, or in any other folder the
+scripts that start a pretrain_*.py, are shrunk; equal jobs are checked once. Finished jobs are kept
+under --directory: repeat the command to continue, as long as the code is the same. The table is
+also written there, as recipes.json. With --bridge the recipes are those of the installed
+megatron-bridge, whose models get the sizes that transformers' classes have by themselves.
 
 exit code: 0 all that ran are equivalent or refused by Megatron; 1 a job diverged, even if a known
 finding explains it, because it may have a second fault; 2 a job could not be checked, or fails

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: str = "-- COMMAND") ->
         "--recipe",
         type=flags.path,
         metavar="FILE",
-        help="a model_config.yaml of Megatron-LM's functional tests, instead of a command",
+        help="a configuration of Megatron-LM's tests or moe_recipes, instead of a command",
     )
     parser.add_argument(
         "command_words",

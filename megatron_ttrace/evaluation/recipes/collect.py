@@ -22,6 +22,8 @@ from megatron_ttrace.trace.errors import TTraceError
 
 _TESTS = "tests/functional_tests/test_cases"
 _SCRIPT = "pretrain_gpt.py"
+_ARGUMENTS = ("MODEL_ARGS", "\nARGS:")
+"""What a configuration has: one of these sections (:mod:`recipe_file`)."""
 _VARIABLES = ("CUDA", "CUBLAS", "NCCL", "NVTE", "PYTHONPATH", "PYTORCH", "TORCH")
 """Prefixes of variables that the training sees; a test's own (``N_REPEATS``) make no other job."""
 
@@ -138,13 +140,14 @@ def collect(
 def _own(checkout: Path) -> dict[str, Path]:
     """The configurations that Megatron-LM has, by their names."""
     tests = sorted((checkout / _TESTS).rglob("model_config.yaml"))
-    scripts = sorted((checkout / "examples").rglob("*.sh"))
+    marks = {".sh": (_SCRIPT,), ".yaml": _ARGUMENTS}
+    examples = sorted((checkout / "examples").rglob("*.*"))
     return {
         **{path.parent.relative_to(checkout / _TESTS).as_posix(): path for path in tests},
         **{
             path.relative_to(checkout).as_posix(): path
-            for path in scripts
-            if _mentions(path, _SCRIPT)
+            for path in examples
+            if _mentions(path, *marks.get(path.suffix, ()))
         },
     }
 
@@ -153,17 +156,18 @@ def _training(place: Path) -> list[Path]:
     """A file, or the configurations and scripts of a folder that train."""
     if place.is_file():
         return [place]
-    marks = {".yaml": "MODEL_ARGS", ".yml": "MODEL_ARGS", ".sh": "pretrain_"}
+    marks = {".yaml": _ARGUMENTS, ".yml": _ARGUMENTS, ".sh": ("pretrain_",)}
     return [
         path
         for path in place.rglob("*")
-        if path.is_file() and (mark := marks.get(path.suffix)) and _mentions(path, mark)
+        if path.is_file() and _mentions(path, *marks.get(path.suffix, ()))
     ]
 
 
-def _mentions(path: Path, mark: str) -> bool:
+def _mentions(path: Path, *marks: str) -> bool:
     try:
-        return mark.encode() in codec.read(path, small_files.LIMIT)
+        text = codec.read(path, small_files.LIMIT) if marks else b""
+        return any(mark.encode() in text for mark in marks)
     except (OSError, codec.CodecError):
         return False
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training configuration of Megatron-LM's functional tests (``model_config.yaml``) as a command.
+"""A training configuration of Megatron-LM as a command.
 
-``MODEL_ARGS`` become arguments as ``_run_training.sh`` makes them (in Megatron-LM's
-``tests/functional_tests/shell_test_utils``): ``true`` is a flag alone, ``[a b]`` several values,
-anything else one value.
+``MODEL_ARGS`` of its functional tests (``model_config.yaml``) become arguments as
+``_run_training.sh`` makes them (``tests/functional_tests/shell_test_utils``): ``true`` is a flag
+alone, ``[a b]`` several values, anything else one value. ``ARGS`` of its recipes
+(``examples/moe_recipes``) are named as options are, and ``false`` is no flag.
 """
 
 import math
@@ -46,12 +47,12 @@ def read(path: Path) -> Command:
     """
     with reported(f"{path} cannot be read", OSError, ValueError):
         content = small_files.yaml(path)
-    if not isinstance(content, Mapping) or "MODEL_ARGS" not in content:
+    if not isinstance(content, Mapping) or content.keys().isdisjoint(("MODEL_ARGS", "ARGS")):
         raise TTraceError(f"{path} has no MODEL_ARGS: give a model_config.yaml of Megatron-LM")
     mode = str(content.get("MODE") or "pretraining")
     if mode != "pretraining":
         raise NoTrainingError(f"{path} is for {mode}, not for training")
-    values = content["MODEL_ARGS"]
+    values = content["MODEL_ARGS"] if "MODEL_ARGS" in content else _flags(content["ARGS"])
     if not isinstance(values, Mapping) or not all(str(key).startswith("--") for key in values):
         raise NoTrainingError(f"{path} has no arguments of a training script of Megatron's")
     variables = content.get("ENV_VARS")
@@ -70,6 +71,14 @@ def read(path: Path) -> Command:
         entries = filter(None, [str(root.absolute()), inherited])
         environment["PYTHONPATH"] = os.pathsep.join(entries)
     return Command(str(script), tuple(words), environment, ranks, nodes)
+
+
+def _flags(values: Any) -> Any:
+    """``ARGS`` as ``MODEL_ARGS``."""
+    if not isinstance(values, Mapping):
+        return values
+    given = {str(name): value for name, value in values.items() if str(value).lower() != "false"}
+    return {f"--{name.replace('_', '-')}": given[name] for name in given if name.isidentifier()}
 
 
 def _words(flag: str, value: Any) -> list[str]:

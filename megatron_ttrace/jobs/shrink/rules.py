@@ -122,7 +122,9 @@ def layers(case: Case) -> Iterator[Change]:
         yield from _if_set(case, why, num_layers_per_virtual_pipeline_stage=depth.per_chunk)
     if case.small.pp > 1 and case.small.chunks > 1:
         chunks = case.small.chunks
-        yield from _if_set(case, "first, middle and last chunk", num_virtual_stages_per_pipeline_rank=chunks)
+        yield from _if_set(
+            case, "first, middle and last chunk", num_virtual_stages_per_pipeline_rank=chunks
+        )
     for option, value in case.frequencies.items():
         if isinstance(value, list):
             words = patterns.write_layers(patterns.compress(value, depth.layers))

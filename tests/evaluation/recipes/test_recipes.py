@@ -86,6 +86,17 @@ def test_configurations_are_found_and_equal_jobs_are_one(checkout):
     assert "--load" in recipes["examples/gpt3/train.sh"].lost[0]
 
 
+def test_examples_with_options_by_name(checkout):
+    """Are configurations, too; other YAML files of examples are not."""
+    example = checkout / "examples" / "gpt3"
+    (example / "other.yaml").write_text("image: x\n")
+    options = [f"  {flag[2:].replace('-', '_')}: {value}\n" for flag, value in MODEL.items()]
+    (example / "small.yaml").write_text(f"ENV_VARS:\n  A: 1\nARGS:\n{''.join(options)}")
+    recipes = {recipe.name: recipe for recipe in collect.collect(checkout, ["examples/*"])}
+    assert [*recipes] == ["examples/gpt3/small.yaml", "examples/gpt3/train.sh"]
+    assert recipes["examples/gpt3/small.yaml"].is_trained
+
+
 def test_patterns(checkout, tmp_path):
     """Choose by name."""
     assert [recipe.name for recipe in collect.collect(checkout, ["gpt/tp*"])] == [

@@ -70,6 +70,15 @@ def test_values_that_are_quoted_or_bracketed(checkout):
     assert command.environment == {"A": "1"}
 
 
+def test_options_by_name(checkout):
+    """Those of Megatron-LM's examples: a switch that is off is no flag."""
+    arguments = {"moe_router_topk": 8, "finetune": False, "bf16": True, "lr": "3.9e-06"}
+    command = recipe_file.read(write(checkout, ARGS=arguments))
+    assert command.arguments == ("--bf16", "--lr", "3.9e-06", "--moe-router-topk", "8")
+    with pytest.raises(recipe_file.NoTrainingError, match="has no arguments"):
+        recipe_file.read(write(checkout, ARGS=["a"]))
+
+
 @pytest.mark.parametrize(
     ("sizes", "ranks"),
     [
