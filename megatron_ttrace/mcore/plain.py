@@ -5,31 +5,37 @@ A fork counts its steps in them, or keeps running means. Rehearsals are no steps
 that a cache or a flag is left from an earlier step must show in a traced one: before that,
 only numbers, containers and tensors that were there are what they were.
 
-Beside the model there may be averages of its weights, or what another optimizer trains: of that
-tensors as large as the model are put back, too. It is in global variables, or in objects there.
+Beside the model there may be averages of its weights, what another optimizer trains, or generators
+of random numbers: of that tensors as large as the model are put back, too. It is in global
+variables and attributes, in containers, and in the user's objects there.
 """
 
 import copy
 import functools
-import math
+import itertools
 import numbers
+import random
 import sys
+from argparse import Namespace
 from collections import Counter, defaultdict, deque
-from collections.abc import Container, Iterable, Iterator, Sequence
-from types import ModuleType
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from megatron_ttrace.mcore.names import unwrap
 from megatron_ttrace.mcore.sources import is_installed
 from megatron_ttrace.trace.copies import Copies
 
-_CONTAINERS = (list, dict, set, deque, Counter, defaultdict)
-_MOST = 1000
-"""Items of a container, ..."""
+_CONTAINERS = (list, dict, set, deque, Counter, defaultdict, tuple)
+_DEPTH = 4
+"""Containers in each other, ..."""
 _LARGEST = 1 << 16
-"""... and elements of a tensor, or of those in a container; larger ones are left alone."""
+"""... items of one, and elements of a tensor, or of those in it; larger ones are left alone."""
+_GENERATORS = (torch._C.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _MISSING = object()
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
 _MANAGED = ("transformer_engine.", "megatron_ttrace.")
@@ -46,28 +52,34 @@ class PlainState:
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
-        others: Iterable[object],
+        others: Sequence[object],
         copies: Copies | None = None,
+        arguments: object = None,
     ) -> None:
-        """Copy it. ``copies`` has room for weights beside the model; without, that is left out."""
+        """Copy it. ``copies`` has room for weights beside the model; without, that is left out.
+
+        A user's objects may also be among the script's ``arguments``.
+        """
         modules = [module for chunk in chunks for module in unwrap(chunk).modules()]
         self._modules = [_Kept(module) for module in modules if not _is_managed(module)]
         users = _users_modules(len(sys.modules))
         # Megatron's own objects (configurations, dispatchers) belong to states that are not plain.
         names = {m.__name__ for m in users if m.__name__.partition(".")[0] != "megatron"}
-        held = {id(v): v for m in modules for v in vars(m).values() if type(v).__module__ in names}
-        objects = (v for v in held.values() if hasattr(v, "__dict__") and v not in modules)
-        self._modules += map(_Kept, objects)
+        held = {id(v): v for m in modules for n, v in vars(m).items() if n not in _OF_TORCH}
+        objects = (v for v in held.values() if type(v).__module__ in names and v not in modules)
+        self._modules += (_Kept(v) for v in objects if hasattr(v, "__dict__"))
         self._others: list[_Kept | _Trained] = [_Kept(other) for other in (*others, *users)]
+        variables = [v for m in users for v in vars(m).values()]
+        reached = _reached([*variables, *held.values(), arguments], names)
+        self._draws = [_drawn(v) for v in reached if type(v) in _GENERATORS]
         if copies is not None:
             shared = {id(tensor) for chunk in chunks for tensor in _tensors(chunk)}
-            variables = {id(v): v for m in users for v in vars(m).values()}
-            own = [v for v in variables.values() if _is_state(v, names)]
-            weights = sum(p.numel() for m in chunks for p in m.parameters())
-            self._others += [_Kept(each, max(weights, _LARGEST)) for each in own]
-            held = variables | {id(v): v for each in own for v in vars(each).values()}
-            kinds = torch.nn.Module, torch.optim.Optimizer
-            trained = (v for v in held.values() if issubclass(type(v), kinds))
+            most = max(sum(p.numel() for m in chunks for p in m.parameters()), _LARGEST)
+            own = [v for v in reached if _is_state(v, names)]
+            own += (m for m in users if m.__name__ in names)
+            self._others += [_Kept(each, most) for each in own]
+            kinds, known = (torch.nn.Module, torch.optim.Optimizer), {*map(id, others)}
+            trained = (v for v in reached if issubclass(type(v), kinds) and id(v) not in known)
             self._others += [_Trained(each, shared, copies) for each in trained]
 
     def restore(self, *, whole: bool = False) -> None:
@@ -79,12 +91,15 @@ class PlainState:
             kept.restore(whole=whole)
         for other in self._others:
             other.restore()
+        for draw in self._draws:
+            draw()
 
 
 class _Kept:
     """The plain attributes of one object."""
 
-    def __init__(self, owner: Any, largest: float = _LARGEST) -> None:
+    def __init__(self, owner: Any, largest: int = 0) -> None:
+        """Copy them; of a module of Python's, if no ``largest`` size is given, only numbers."""
         self._owner = owner
         plain = _plain_of(owner, largest)
         self._values = {name: (value, _copied(value)) for name, value in plain}
@@ -134,20 +149,48 @@ def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     yield from torch.nn.Module.buffers(module)
 
 
+def _reached(roots: Iterable[Any], names: Container[str]) -> list[Any]:
+    """These, and what is in them if they are containers, or hold a user's state."""
+    found: dict[int, Any] = {}
+    remaining = [*roots]
+    while remaining:
+        value = remaining.pop()
+        if id(value) in found:
+            continue
+        found[id(value)] = value
+        if type(value) in _CONTAINERS and len(value) <= _LARGEST:
+            remaining += _items(value)
+        elif type(value) is Namespace or _is_state(value, names):
+            remaining += vars(value).values()
+    return [*found.values()]
+
+
 def _is_state(value: Any, names: Container[str]) -> bool:
     """Whether it is an object of a user's class: what gives data has given it."""
-    gives = any(hasattr(type(value), name) for name in ("__next__", "__iter__", "__getitem__"))
-    is_users = type(value).__module__ in names and hasattr(value, "__dict__")
-    return is_users and not (gives or isinstance(value, torch.nn.Module))
+    kind = type(value)
+    gives = any(hasattr(kind, name) for name in ("__next__", "__iter__", "__getitem__"))
+    is_users = kind.__module__ in names or issubclass(kind, SimpleNamespace | LRScheduler)
+    others = torch.nn.Module, torch.optim.Optimizer
+    return is_users and hasattr(value, "__dict__") and not (gives or issubclass(kind, others))
 
 
-def _plain_of(owner: Any, largest: float = _LARGEST) -> Iterator[tuple[str, Any]]:
+def _plain_of(owner: Any, largest: int = 0) -> Iterator[tuple[str, Any]]:
     ignored = _OF_TORCH if isinstance(owner, torch.nn.Module) else ()
+    numbers_only = isinstance(owner, ModuleType) and not largest
     for name, value in [*vars(owner).items()]:
-        is_module = isinstance(owner, ModuleType)
-        wanted = _is_number(value) if is_module else _is_plain(value, largest)
+        wanted = _is_number(value) if numbers_only else _is_plain(value, largest or _LARGEST)
         if name not in ignored and wanted:
             yield name, value
+
+
+def _drawn(generator: Any) -> Callable[[], Any]:
+    """What puts the state of a generator of random numbers back."""
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return functools.partial(setattr, bits, "state", bits.state)
+    return functools.partial(generator.set_state, generator.get_state())
 
 
 def _is_number(value: Any) -> bool:
@@ -156,15 +199,24 @@ def _is_number(value: Any) -> bool:
     return issubclass(kind, numbers.Number) and not issubclass(kind, bool)
 
 
-def _is_plain(value: Any, largest: float = _LARGEST) -> bool:
-    items = [*_items(value)] if type(value) in _CONTAINERS else [value]
+def _is_plain(value: Any, largest: int = _LARGEST) -> bool:
+    items = [*itertools.islice(_leaves(value), largest + 1)]
     tensors = [item for item in items if type(item) is torch.Tensor]
     return (
-        len(items) <= _MOST
+        len(items) <= largest
         and all(map(_is_simple, items))
         and all(map(_is_there, tensors))
         and sum(tensor.numel() for tensor in tensors) <= largest
     )
+
+
+def _leaves(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    """A value, or what is in a container, and in others there."""
+    if type(value) not in _CONTAINERS or not depth:
+        yield value
+        return
+    for item in _items(value):
+        yield from _leaves(item, depth - 1)
 
 
 def _items(container: Any) -> Iterable[Any]:
@@ -186,7 +238,7 @@ def _is_alike(before: Any, now: Any) -> bool:
     if type(before) is type(now) and type(before) in (torch.Tensor, *_CONTAINERS):
         forms = [[getattr(v, name, None) for name in _FORM] for v in (before, now)]
         # Memory that was empty when the run began may be large by now.
-        return _is_plain(now, math.inf) and forms[0] == forms[1]
+        return _is_plain(now, sys.maxsize - 1) and forms[0] == forms[1]
     return _is_number(before) and _is_number(now)
 
 
@@ -206,9 +258,10 @@ def _refill(value: Any, content: Any) -> None:
         if value._version != version and _is_there(value):
             value.detach().copy_(data)
     elif type(value) in _CONTAINERS:
-        value.clear()
         before, contents = content
-        (value.update if isinstance(value, dict | set) else value.extend)(before)
+        if type(value) is not tuple:
+            value.clear()
+            (value.update if isinstance(value, dict | set) else value.extend)(before)
         for item, data in zip(_items(before), contents, strict=True):
             _refill(item, data)
 

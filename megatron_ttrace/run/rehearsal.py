@@ -210,7 +210,8 @@ class Rehearsal:
     def plain(self, copies: Copies | None = None) -> PlainState:
         """What is in plain attributes and global variables now; with room, beside the model too."""
         optimizers = every_optimizer(self.model.optimizer)
-        return PlainState(self.model.chunks, (self._scheduler, *optimizers), copies)
+        others = self._scheduler, *optimizers
+        return PlainState(self.model.chunks, others, copies, self._args)
 
     def saved(self) -> Callable[[], None]:
         """Save the training state within :meth:`steps`; returns what puts it back."""

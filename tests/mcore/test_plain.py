@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a fork counts and keeps in attributes and global variables is put back."""
 
+import argparse
+import random
 import sys
 import types
 from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -185,6 +188,50 @@ def test_what_is_beside_the_model() -> None:
         now = [state["exp_avg"] for state in OPTIMIZER.state.values()]
         assert all(map(torch.equal, now, values))
         OPTIMIZER.step()
+
+
+AVERAGES: list[dict[str, torch.Tensor]] = [{str(n): torch.zeros(1) for n in range(1500)}]
+TEACHERS = {"last": [torch.nn.Linear(2, 2)]}
+LAZY: dict[str, torch.Tensor] = {}
+SCHEDULE = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(WEIGHT)]), 1)
+
+
+def test_what_is_beside_the_model_in_containers_and_objects() -> None:
+    """One average per chunk, or of a deep model; among the arguments; on a layer."""
+    layer: Any = Layer()
+    layer.average, teacher = Average(), TEACHERS["last"][0].weight
+    arguments = argparse.Namespace(held=types.SimpleNamespace(average={"a": (torch.zeros(3),)}))
+    tensors = [*AVERAGES[0].values(), arguments.held.average["a"][0], layer.average.shadow["a"]]
+    before = teacher.detach().clone()
+    state = PlainState([torch.nn.Linear(256, 257), layer], (), Copies(), arguments)
+    for tensor in (*tensors, teacher.data):
+        tensor.add_(1.0)
+    arguments.held = types.SimpleNamespace()
+    LAZY["a"] = AVERAGES[0]["0"]
+    SCHEDULE.optimizer.step()
+    SCHEDULE.step()
+    state.restore()
+    assert not any(tensor.any() for tensor in tensors)
+    assert torch.equal(teacher, before)
+    assert (LAZY, SCHEDULE.last_epoch) == ({}, 0)
+
+
+DRAWS = {"torch": torch.Generator(), "numpy": np.random.default_rng(0)}
+OLDER = np.random.RandomState(0), random.Random(0)
+
+
+def test_a_users_generators() -> None:
+    """Each training step draws what it would without a check; and each replay the same."""
+
+    def draw() -> list[float]:
+        older = [float(generator.random()) for generator in (DRAWS["numpy"], *OLDER)]  # type: ignore[union-attr]
+        return [float(torch.rand((), generator=DRAWS["torch"])), *older]  # type: ignore[call-overload]
+
+    state = PlainState([], ())
+    drawn = draw()
+    for _ in range(2):
+        state.restore()
+        assert draw() == drawn
 
 
 @pytest.mark.parametrize("begins", [0, 1])
