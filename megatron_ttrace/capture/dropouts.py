@@ -66,12 +66,15 @@ class DropoutTap:
         microbatch: Callable[[int], int | None],
         record: Callable[[Place, float], None],
         gather: Callable[[list[float]], list[list[float]]],
+        *,
+        on_cpu: bool = True,
     ) -> None:
         """Prepare for the chunks of the rank at a place of the mesh.
 
         ``microbatch`` returns the reference's number of that which a chunk works on, if any;
         ``record`` is given what is found out about a call (:class:`DropoutIndex`); ``gather``
-        returns what all tensor-parallel ranks give it.
+        returns what all tensor-parallel ranks give it. A GPU's kernels draw masks that are not
+        judged: only ``on_cpu`` is dropout followed, and ranks communicate.
         """
         self._chunks = chunks
         self._known = {
@@ -83,10 +86,15 @@ class DropoutTap:
         self._microbatch, self._record, self._gather = microbatch, record, gather
         self._running: list[tuple[int, str]] = []
         self._in_order: list[_Call] = []
-        self.follows = False
+        self._follows = on_cpu and runs_whole(chunks)
         self._device: torch.device | None = None
         self._drawn: list[list[float]] = []
         self._calls: defaultdict[tuple[int, int, str], list[_Call]] = defaultdict(list)
+
+    @property
+    def draws(self) -> bool:
+        """Whether numbers were drawn in place of masks."""
+        return bool(self._in_order)
 
     @contextmanager
     def active(self, attempt: Callable[..., Any]) -> Iterator[None]:
@@ -100,14 +108,13 @@ class DropoutTap:
             training: bool = True,
             inplace: bool = False,
         ) -> torch.Tensor:
-            if training and isinstance(p, quiet.Off) and self._running:
-                attempt(self._draws, input, p.was)
+            probability = p.was if isinstance(p, quiet.Off) else float(p)
+            if training and probability and self._running:
+                attempt(self._draws, input, probability)
             return dropout(input, p, training, inplace)
 
-        modules = [module for names in self._chunks for module in names.modules.values()]
         with ExitStack() as kept:
-            self.follows = any(map(quiet.drops, modules)) and runs_whole(self._chunks)
-            if self.follows:
+            if self._follows:
                 before = hooks.register_module_forward_pre_hook(self._enters)
                 kept.callback(before.remove)
                 after = hooks.register_module_forward_hook(self._leaves, always_call=True)
@@ -119,7 +126,7 @@ class DropoutTap:
     def compare(self) -> None:
         """The step is over: learn what other ranks drew. A collective of tensor-parallel ranks."""
         own = [call.number for call in self._in_order]
-        self._drawn = self._gather(own) if self.follows and self._tp > 1 else [own]
+        self._drawn = self._gather(own) if self._follows and self._tp > 1 else [own]
 
     def conclude(self) -> None:
         """Record how many elements got masks of their own, and which masks are right."""

@@ -137,14 +137,13 @@ class StepTap:
             model.chunks, model.places(), model.optimizer, model.mesh, self._attempt
         )
         self._tap = ModuleTap(model.names, sink, microbatches, self._error)
-        # A GPU's kernels draw masks that are not judged: there ranks need not communicate.
-        on_cpu = groups.device_of(model.chunks).type == "cpu"
         self._dropouts = DropoutTap(
             model.names,
             model.mesh,
             self._tap.microbatch,
             self._dropout,
-            groups.of_tensor_parallel_ranks if on_cpu else lambda own: [own],
+            groups.of_tensor_parallel_ranks,
+            on_cpu=groups.device_of(model.chunks).type == "cpu",
         )
 
     @property
@@ -155,7 +154,7 @@ class StepTap:
     @property
     def draws(self) -> bool:
         """Whether random numbers were drawn instead of masks of dropout."""
-        return self._dropouts.follows
+        return self._dropouts.draws
 
     def detach(self) -> None:
         """Remove what hooks :meth:`run` could not remove. Raises what prevents it."""

@@ -2,6 +2,7 @@
 """What is switched off, on or restored for a rehearsal: random choices, reruns, metrics."""
 
 import functools
+import inspect
 import math
 import random
 import sys
@@ -20,7 +21,9 @@ from megatron_ttrace.trace.checksum import checksum
 _DROPOUT_ATTRIBUTES = ("hidden_dropout", "attention_dropout", "attention_dropout_p")
 
 _DROPOUTS = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split()
-"""Functions of ``torch.nn.functional``."""
+"""Functions of ``torch.nn.functional``, ..."""
+_KERNELS = "dropout alpha_dropout feature_dropout feature_alpha_dropout".split()
+"""... and what they call, as a module does that imported one of them by its own name."""
 
 _RANDOM_ROUTING = {
     "moe_router_force_load_balancing": False,
@@ -126,18 +129,41 @@ def without_dropout(
     def switched_off(
         dropout: Callable[..., Any], input: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any
     ) -> Any:
-        if p and (args[0] if args else kwargs.get("training", True)):
+        if p and (args[0] if args else kwargs.get("training", kwargs.get("train", True))):
             drops()
         return dropout(input, p and instead(p), *args, **kwargs)
+
+    def without(attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(_attention).bind(*args, **kwargs)
+        if given.arguments.get("dropout_p"):
+            drops()
+            given.arguments["dropout_p"] = 0.0
+        return attention(*given.args, **given.kwargs)
 
     def instead(p: float) -> float:
         return Off(p) if isinstance(off, Off) else off
 
     values = [(m, name, instead(getattr(m, name))) for m, name in _dropping(chunks)]
-    functional = torch.nn.functional
-    functions = [(name, getattr(functional, name)) for name in _DROPOUTS]
-    off_too = [(functional, n, functools.partial(switched_off, f)) for n, f in functions]
+    functional: Any = torch.nn.functional
+    named: list[tuple[Any, str, Callable[..., Any]]]
+    named = [(functional, name, switched_off) for name in _DROPOUTS]
+    names = [*_KERNELS, *(f"{name}_" for name in _KERNELS)]
+    named += [(owner, name, switched_off) for owner in (torch, torch._VF) for name in names]
+    named.append((functional, "scaled_dot_product_attention", without))
+    off_too = [(o, n, functools.partial(f, getattr(o, n))) for o, n, f in named]
     return replaced([*values, *off_too])
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """As PyTorch's, which has no signature."""
 
 
 def _dropping(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str]]:
@@ -147,11 +173,6 @@ def _dropping(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Modu
             for name in _names(module):
                 if isinstance(value := getattr(module, name, None), float) and value > 0:
                     yield module, name
-
-
-def drops(module: torch.nn.Module) -> bool:
-    """Whether a module has dropout, which is :class:`Off`."""
-    return any(isinstance(getattr(module, name, None), Off) for name in _names(module))
 
 
 def _names(module: torch.nn.Module) -> tuple[str, ...]:

@@ -63,7 +63,8 @@ def followed(
     names = Names(modules, {}, {}, frozenset(), layers)
     found: dict[Place, float] = {}
     mesh = mesh_of(0, math.prod(sizes.values()), **sizes)
-    tap = DropoutTap([names], mesh, lambda chunk: 3, found.__setitem__, gather)
+    on_cpu = isinstance(off, quiet.Off)
+    tap = DropoutTap([names], mesh, lambda chunk: 3, found.__setitem__, gather, on_cpu=on_cpu)
     x = torch.ones(2, SIZE // 2, requires_grad=True)
     with quiet.without_dropout([modules["model"]], off), tap.active(lambda f, *args: f(*args)):
         y = run(x)
@@ -199,6 +200,16 @@ def test_what_is_not_followed() -> None:
     without = Layer(NO_STATE)
     without.hidden_dropout = without.inner.p = 0.0
     assert not followed(without, without)
+
+
+def test_a_probability_that_no_module_has() -> None:
+    """A fork's function computes it, maybe from the number of ranks."""
+    layer = Layer(NO_STATE)
+    layer.hidden_dropout = layer.inner.p = 0.0
+    layer.inner.forward = lambda x: F.dropout(x, 0.125)  # type: ignore[method-assign]
+    found = followed(layer, layer)
+    assert found[at("layer.inner", DropoutIndex.PROBABILITY)] == 0.125
+    assert len(found) == len(DropoutIndex)
 
 
 def test_experts_have_other_tokens_in_each_layout() -> None:

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from torch.nn.functional import dropout as imported
 
 from megatron_ttrace.mcore import quiet
 
@@ -76,6 +77,26 @@ def test_every_function_of_dropout(name: str) -> None:
         assert torch.equal(function(ones, 0.5, training=False), ones)
     assert calls == [1, 1]
     assert getattr(torch.nn.functional, name) is dropout
+
+
+def test_dropout_by_another_name() -> None:
+    """What a module imported, or calls directly; attention's."""
+    x, calls = torch.ones(2, 3, 4, 5), []
+    attention = torch.nn.functional.scaled_dot_product_attention
+    expected = attention(x, x, x, None)
+    with quiet.without_dropout([], 0.0, lambda: calls.append(1)):
+        for inplace in (False, True):
+            assert torch.equal(imported(x.clone(), 0.5, inplace=inplace), x)
+        assert torch.equal(torch.dropout(x, 0.5, True), x)
+        assert torch.equal(torch.dropout(x, p=0.5, train=True), x)
+        assert torch.equal(torch.dropout(x, p=0.5, train=False), x)
+        function = torch.nn.functional.scaled_dot_product_attention
+        assert torch.equal(function(x, x, x, None, 0.5), expected)
+        assert torch.equal(function(x, x, x, dropout_p=0.5), expected)
+        assert torch.equal(function(x, x, x), expected)
+    assert len(calls) == 6
+    assert torch.nn.functional.scaled_dot_product_attention is attention
+    assert (imported(x, 0.5) != x).any()
 
 
 def test_random_numbers_that_were_drawn() -> None:
