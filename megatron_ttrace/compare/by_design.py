@@ -22,7 +22,11 @@ module has in the microbatch pass: Megatron recomputes layers with other argumen
 told apart by their positions.
 
 A single number may be each rank's *own mean* over the tokens that it has: their mean over the
-tensor- and context-parallel ranks is the reference's. What is computed from it is judged.
+tensor- and context-parallel ranks is the reference's. What is computed from it is judged, and what
+its gradient becomes.
+
+Gradients of activations are *scaled* if all of an iteration have one factor on all ranks, beside
+what is expected, and main gradients pass: a job may scale its loss, and the sum over ranks back.
 
 A module that is run for *pieces* of its input, in a loop, runs another number of times where a rank
 has fewer tokens. Its runs have no counterparts if all else passes in this step: what contains it
@@ -39,7 +43,7 @@ from megatron_ttrace.compare.gathered import Holding
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.planning import REDUCED_OVER
 from megatron_ttrace.compare.summands import GRADIENT, WRONG, Partial, Run
-from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.compare.tolerance import PartError, Tolerances
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.collectives import Ledger
 from megatron_ttrace.trace.findings import Note, Remark
@@ -48,6 +52,8 @@ from megatron_ttrace.trace.modules import around, is_within, module_of
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import FLOW, ROOT, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader
+
+_VALUE = {gradient: value for value, gradient in GRADIENT.items()}
 
 type _Rule = Callable[[Judged], Judged | None]
 """The verdict in place of a failure; ``None`` if a fault may be behind it."""
@@ -82,6 +88,7 @@ def review(
     if not isolated:
         ranks = mesh.size(REDUCED_OVER) * mesh.size("cp")
         rules += [Partial(run, mesh, ledger).instead, _Means(run, ranks).instead]
+        rules += [_Scaled(run).instead]
     rules += [_Copied(run, reference).instead, _Untrained(reference).instead]
     rules += [_Ignored(verdicts).instead, _Pieces(verdicts).instead]
     return [
@@ -236,15 +243,67 @@ class _Means:
 
     def instead(self, failure: Judged) -> Judged | None:
         """Unchecked; ``None`` unless the mean over all ranks is the reference's."""
-        holders, [*sums] = self._run.holders[failure.key], self._run.sums(failure.key)
-        is_number = math.prod(failure.shape) == 1 and failure.kind in (Kind.INPUT, Kind.OUTPUT)
+        key = failure.key
+        of_value = dataclasses.replace(key, kind=_VALUE.get(key.kind, key.kind))
+        is_number = math.prod(failure.shape) == 1 and failure.verdict in WRONG
+        return failure.unchecked(Reason.OWN_MEAN) if is_number and self._is_mean(of_value) else None
+
+    def _is_mean(self, key: TraceKey) -> bool:
+        holders, [*sums] = self._run.holders.get(key, ()), self._run.sums(key)
         is_whole = len(sums) == len(holders) and sum(h.copies for h in holders) == self._ranks
-        if not (is_number and is_whole and all(each.reference for each in sums)):
+        if not (is_whole and all(each.reference for each in sums)):
+            return False
+        numbers = [each.dot / each.reference for each in sums]
+        mean = sum(h.copies * number for h, number in zip(holders, numbers, strict=True))
+        limit = self._run.tolerances.of(key).value
+        return abs(mean / self._ranks - 1.0) <= limit < max(numbers) - 1.0
+
+
+class _Scaled:
+    """Which gradients have a factor that all have alike, and main gradients have not."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._factor = functools.cache(self._factor_of)
+
+    def instead(self, failure: Judged) -> Judged | None:
+        """A pass; ``None`` unless all gradients of its iteration have its factor."""
+        is_gradient = failure.kind in _VALUE and failure.verdict in WRONG
+        factor = self._factor(failure.iteration) if is_gradient else None
+        if factor is None:
             return None
-        shares = zip(holders, sums, strict=True)
-        mean = sum(h.copies * each.dot / each.reference for h, each in shares) / self._ranks
-        is_right = abs(mean - 1.0) <= self._run.tolerances.of(failure.key).value
-        return failure.unchecked(Reason.OWN_MEAN) if is_right else None
+        error = self._error(failure.key, factor)
+        note = Note(Remark.SCALED, factor)
+        return self._run.right(failure, error, note, failure.placement)
+
+    def _factor_of(self, iteration: int) -> float | None:
+        of = [v for v in self._run.verdicts if v.iteration == iteration]
+        reduced = {v.verdict for v in of if v.kind is Kind.MAIN_GRAD}
+        gradients = [v for v in of if v.kind in _VALUE and v.verdict is not Outcome.UNCHECKED]
+        holders = [held for v in gradients for held in self._run.holders[v.key]]
+        [*sums] = (sums for v in gradients for sums in self._run.sums(v.key))
+        size = sum(each.reference for each in sums)
+        if (
+            not {Outcome.PASS} <= reduced <= {Outcome.PASS, Outcome.UNCHECKED}
+            or not {v.verdict for v in gradients} <= {Outcome.PASS, *WRONG}
+            or len(sums) < len(holders)
+            or any(held.measured.partial_over for held in holders)
+            or not size
+        ):
+            return None
+        factor = sum(each.dot for each in sums) / size
+        is_alike = factor > 0 and all(self._error(v.key, factor).margin <= 1.0 for v in gradients)
+        return factor if is_alike else None
+
+    def _error(self, key: TraceKey, factor: float) -> PartError:
+        """The largest relative error of a rank's part, apart from the factor."""
+        tolerance = self._run.tolerances.of(key)
+        errors = []
+        for each in self._run.sums(key):
+            diff = each.candidate / factor**2 - 2 * each.dot / factor + each.reference
+            # Of these no element is known.
+            errors.append(dataclasses.replace(each, diff=max(diff, 0.0), worst=0.0))
+        return max(map(tolerance.error_of, errors), default=PartError(math.inf, math.inf, 0.0))
 
 
 class _Pieces:

@@ -86,6 +86,23 @@ class Run:
                 found[rank] += total / len(held.ranks)
         return found
 
+    def right(self, failure: Judged, error: PartError, why: Note, placement: str) -> Judged:
+        """The verdict with another error, which is within the tolerance, unless that is blind."""
+        tolerance = self.tolerances.of(failure.key)
+        blind = [Note(Reason.BLIND, tolerance.value, tolerance.bound)] * tolerance.blind
+        return verdict_of(
+            failure.key,
+            failure.shape,
+            Outcome.UNCHECKED if blind else Outcome.PASS,
+            self.ranks(failure.key),
+            *(why, *blind),
+            reason=Reason.BLIND if blind else None,
+            placement=placement,
+            error=error.error,
+            tolerance=error.tolerance,
+            eps=self.eps,
+        )
+
 
 class Partial:
     """Which failures are summands that something else adds up."""
@@ -111,22 +128,8 @@ class Partial:
         error = self._sums.get(failure.key)
         if error is None or not (self._reaches_parameters(failure) or self._is_harmless(failure)):
             return None
-        tolerance = self._tolerances.of(failure.key)
-        notes = [Note(Remark.PARTIAL, text=REDUCED_OVER)]
-        if tolerance.blind:
-            notes.append(Note(Reason.BLIND, tolerance.value, tolerance.bound))
-        return verdict_of(
-            failure.key,
-            failure.shape,
-            Outcome.UNCHECKED if tolerance.blind else Outcome.PASS,
-            self._run.ranks(failure.key),
-            *notes,
-            reason=Reason.BLIND if tolerance.blind else None,
-            placement=describe_partial(failure.placement, REDUCED_OVER),
-            error=error.error,
-            tolerance=error.tolerance,
-            eps=self._run.eps,
-        )
+        placement = describe_partial(failure.placement, REDUCED_OVER)
+        return self._run.right(failure, error, Note(Remark.PARTIAL, text=REDUCED_OVER), placement)
 
     def _sum(self, failure: Judged) -> PartError | None:
         """The relative error of the ranks' sum, if it is one that passes."""

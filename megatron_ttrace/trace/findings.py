@@ -92,6 +92,7 @@ class Remark(StrEnum):
     LACKING = "lacking"
     HYPERPARAMETERS = "hyperparameters"
     PARTIAL = "partial"
+    SCALED = "scaled"
     UNUSED = "unused"
     CUT_OFF = "cut_off"
     RECOMPUTED = "recomputed"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What may be excused: summands with evidence that they are added up, and what needs no value."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -460,6 +461,33 @@ def test_what_is_not_excused(request, world, place, change):
 
 
 @pytest.mark.parametrize(
+    ("scales", "outcome"),
+    [
+        ((0.5, 0.5), Outcome.PASS),
+        ((3.0, 3.0), Outcome.PASS),
+        ((0.5, 1.0), Outcome.REPLICA_CONFLICT),
+        ((-1.0, -1.0), Outcome.DIVERGED),
+    ],
+)
+def test_gradients_with_one_factor(mlp, scales, outcome):
+    """A job may divide its loss by the number of ranks, and add gradients up."""
+    gradients = (LEAVING, USED, GRADIENT, ENTERING)
+    for tensors, scale in zip(mlp.ranks, scales, strict=True):
+        for place in (*gradients, SUM):
+            tensors[place] = mlp.tensors[place] * (scale if place is not SUM else 1.0)
+    outcomes, noted = mlp.outcomes()
+    assert outcomes[ENTERING] is outcome
+    if outcome is Outcome.PASS:
+        assert {outcomes[place] for place in gradients} == {outcome}
+        assert "the job scales its loss" in notes_text(noted[ENTERING].notes)
+    assert mlp.outcomes(isolated=True)[0][ENTERING].is_failure
+    for change in (off(WEIGHT, 1), off(USED, 0), without(WEIGHT, FAR)):
+        changed = copy.deepcopy(mlp)
+        change(changed)
+        assert changed.outcomes()[0][ENTERING].is_failure
+
+
+@pytest.mark.parametrize(
     ("means", "outcome"),
     [
         ((0.5, 1.5), Outcome.UNCHECKED),
@@ -471,10 +499,13 @@ def test_what_is_not_excused(request, world, place, change):
 def test_the_mean_over_a_ranks_own_tokens(tmp_path, means, outcome):
     """As of a layer's regularizer under sequence parallelism; one that is wrong is a failure."""
     world = World(tmp_path, [HEAD, LAYER], 2, tp=2)
-    world.tensors[LAYER] = torch.tensor(1.0)
+    backward = (0, Kind.GRAD_OUTPUT, *LAYER[2:])
+    world.moved[backward] = MOVED
+    world.tensors |= {LAYER: torch.tensor(1.0), backward: torch.tensor(1.0)}
     for tensors, mean in zip(world.ranks, means, strict=True):
-        tensors[LAYER] = torch.tensor(mean)
+        tensors |= {LAYER: torch.tensor(mean), backward: torch.tensor(2.0)}
     outcomes, _ = world.outcomes()
     assert outcomes[LAYER] is outcome
+    assert outcomes[backward].is_failure == outcome.is_failure
     assert outcomes[HEAD] is Outcome.PASS
     assert world.outcomes(isolated=True)[0][LAYER].is_failure
