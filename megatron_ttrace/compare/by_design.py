@@ -28,6 +28,9 @@ its gradient becomes.
 Gradients of activations are *scaled* if all of an iteration have one factor on all ranks, beside
 what is expected, and main gradients pass: a job may scale its loss, and the sum over ranks back.
 
+A main gradient is *added up later*, in the optimizer's step, if its first moment is right, and with
+it the update: there its error would be evident.
+
 A module that is run for *pieces* of its input, in a loop, runs another number of times where a rank
 has fewer tokens. Its runs have no counterparts if all else passes in this step: what contains it
 and its parameters' gradients among that.
@@ -42,7 +45,7 @@ from collections.abc import Callable, Iterable, Sequence
 from megatron_ttrace.compare.gathered import Holding
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.planning import REDUCED_OVER
-from megatron_ttrace.compare.summands import GRADIENT, WRONG, Partial, Run
+from megatron_ttrace.compare.summands import EVIDENT, GRADIENT, WRONG, Partial, Run
 from megatron_ttrace.compare.tolerance import PartError, Tolerances
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.collectives import Ledger
@@ -77,7 +80,8 @@ def review(
     ``mesh`` has the sizes of the candidate's axes, ``ledger`` its collectives. With ``isolated``,
     modules were given the reference's tensors.
     """
-    failed = {v.key for v in verdicts if v.verdict.is_failure and v.kind in FLOW}
+    kinds = (*FLOW, Kind.MAIN_GRAD)
+    failed = {v.key for v in verdicts if v.verdict.is_failure and v.kind in kinds}
     if not failed:
         return list(verdicts)
     holders: dict[TraceKey, list[Holding]] = defaultdict(list)
@@ -91,8 +95,10 @@ def review(
         rules += [_Scaled(run).instead]
     rules += [_Copied(run, reference).instead, _Untrained(reference).instead]
     rules += [_Ignored(verdicts).instead, _Pieces(verdicts).instead]
+    of_kind = dict.fromkeys(FLOW, rules)
+    of_kind[Kind.MAIN_GRAD] = [] if isolated else [_AddedUpLater(run).instead]
     return [
-        next((found for rule in rules if (found := rule(v))), v) if v.key in failed else v
+        next((found for rule in of_kind[v.kind] if (found := rule(v))), v) if v.key in failed else v
         for v in verdicts
     ]
 
@@ -304,6 +310,36 @@ class _Scaled:
             # Of these no element is known.
             errors.append(dataclasses.replace(each, diff=max(diff, 0.0), worst=0.0))
         return max(map(tolerance.error_of, errors), default=PartError(math.inf, math.inf, 0.0))
+
+
+class _AddedUpLater:
+    """Which main gradients become right in the optimizer's step."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._by_key = {v.key: v for v in run.verdicts}
+
+    def instead(self, failure: Judged) -> Judged | None:
+        """A pass; ``None`` unless what is computed from it passes, and would not otherwise."""
+        kinds = Kind.EXP_AVG, Kind.PARAM_DELTA
+        moment, update = (
+            self._by_key.get(dataclasses.replace(failure.key, kind=kind)) for kind in kinds
+        )
+        passes = all(v and v.verdict is Outcome.PASS for v in (moment, update))
+        if failure.verdict not in WRONG or not moment or not passes:
+            return None
+        error, least = (
+            size * self._run.tolerances.of(v.key).rms
+            for size, v in ((failure.rel_err or 0.0, failure), (moment.tolerance or 0.0, moment))
+        )
+        # At most so small a part of a gradient becomes part of its mean.
+        if _LEAST_SHARE * error <= EVIDENT * least:
+            return None
+        right = PartError(0.0, moment.rel_err or 0.0, moment.tolerance or 0.0)
+        return self._run.right(failure, right, Note(Remark.ADDED_UP_LATER), failure.placement)
+
+
+_LEAST_SHARE = 0.01
 
 
 class _Pieces:

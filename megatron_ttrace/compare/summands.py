@@ -50,7 +50,7 @@ from megatron_ttrace.trace.records import FLOW, ROOT, Direction, Kind, Outcome, 
 
 GRADIENT = {Kind.OUTPUT: Kind.GRAD_OUTPUT, Kind.INPUT: Kind.GRAD_INPUT}
 WRONG = (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT)
-_EVIDENT = 2.0
+EVIDENT = 2.0
 """How many times its tolerance the error of a container would be without the reduction."""
 
 _COMPUTED = (Direction.FORWARD, Direction.BACKWARD)
@@ -224,7 +224,7 @@ class Partial:
             if gradient is not None:
                 leaving = self._passing(v, Kind.GRAD_OUTPUT, whatever=whatever)
                 size *= self._norm(leaving) if leaving is not None else math.inf
-            if error > _EVIDENT * (v.tolerance or 0.0) * size:
+            if error > EVIDENT * (v.tolerance or 0.0) * size:
                 return True
         return False
 

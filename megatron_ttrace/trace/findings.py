@@ -93,6 +93,7 @@ class Remark(StrEnum):
     HYPERPARAMETERS = "hyperparameters"
     PARTIAL = "partial"
     SCALED = "scaled"
+    ADDED_UP_LATER = "added_up_later"
     UNUSED = "unused"
     CUT_OFF = "cut_off"
     RECOMPUTED = "recomputed"

@@ -487,6 +487,30 @@ def test_gradients_with_one_factor(mlp, scales, outcome):
         assert changed.outcomes()[0][ENTERING].is_failure
 
 
+MOMENT, UPDATE = (step_level(kind, WEIGHT[2]) for kind in (Kind.EXP_AVG, Kind.PARAM_DELTA))
+
+
+@pytest.mark.parametrize(
+    ("change", "isolated", "excused"),
+    [
+        (lambda _: None, False, True),
+        (lambda _: None, True, False),
+        (off(MOMENT, 0), False, False),
+        (off(UPDATE, 1), False, False),
+        (without(UPDATE), False, False),
+        (blind(MOMENT), False, False),
+        (lambda world: world.moved.update({MOMENT: 2e-3}), False, False),
+    ],
+)
+def test_a_gradient_that_the_optimizers_step_adds_up(tmp_path, change, isolated, excused):
+    """Each rank has a summand until then."""
+    world = World(tmp_path, (WEIGHT, MOMENT, UPDATE), 2, tp=2)
+    for tensors, weight in zip(world.ranks, (1.6, -0.6), strict=True):
+        tensors[WEIGHT] = weight * world.tensors[WEIGHT]
+    change(world)
+    assert world.outcomes(isolated=isolated)[0][WEIGHT].is_failure != excused
+
+
 @pytest.mark.parametrize(
     ("means", "outcome"),
     [
