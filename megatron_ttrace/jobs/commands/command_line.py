@@ -407,8 +407,11 @@ def _torchrun(words: list[str], context: _Context) -> Command | ShellScript | No
             raise TTraceError(f"torchrun's --{name} is abbreviated: write the full option")
         if not equals and not value and name not in _TORCHRUN_SWITCHES:
             value = _taken(words)
-        if name in _COUNTS and (not value or value.startswith("-")):
-            raise TTraceError(f"torchrun's --{name} has no value: give the number")
+        if name not in _TORCHRUN_SWITCHES and (
+            not value or value.startswith("-") or value.endswith(".py")
+        ):
+            what = "the number" if name in _COUNTS else "it (is a variable empty?)"
+            raise TTraceError(f"torchrun's --{name} has no value: give {what}")
         options[name] = value
     if {"m", "module"} & set(options):
         raise TTraceError(f"{' '.join(words[:1])} is run as a module: give its file")

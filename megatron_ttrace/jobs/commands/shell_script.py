@@ -49,6 +49,7 @@ _VARIABLES = ("CUDA", "NCCL", "NVTE", "TORCH", "PYTORCH", "CUBLAS", "PYTHON")
 """Prefixes of what a script sets for the training, apart from what it sets for itself."""
 _MARK = 7919
 """What the first program that is not run prints, if it prints something; others print the next."""
+_NOTHING, _ONE_LINE, _TWO_LINES = ":", "echo {mark}", r"printf '{mark}\n{mark}\n'"
 _HANDLE = {
     "BASH_FUNC_command_not_found_handle%%": f'() {{ "{_UNFOUND}$1" "${{@:2}}"; }}',
 }
@@ -85,15 +86,15 @@ def resolve(script: ShellScript, directory: Path | None = None) -> Command:
     def read(reply: str) -> _Reading:
         return _Reading(script, shell, directory, reply)
 
-    first = read(":")
+    first = read(_NOTHING)
     command = first.command
     # Only what the programs that are not run would have answered differs.
-    for reply in ("printf '{mark}\\n{mark}\\n'", "exit 1") if first.not_run else ():
+    for reply in (_TWO_LINES, "exit 1") if first.not_run else ():
         other = read(reply)
         name = other.obeyed
         if other.command is not None and other.command != command:
             # Times and random numbers differ in any two readings.
-            again = read(":").command
+            again = read(_NOTHING).command
             noise = _differing(command, again) if command and again else ()
             if command is None or _without(command, noise) != _without(other.command, noise):
                 name = name or other.source(other.command)
@@ -317,6 +318,8 @@ class _Reading:
         """What bash is to run instead of a program that runs a script, or a script's text."""
         if name in _SHELLS:
             return 'exec bash "$@"'
+        if name == "srun" and "hostname" in map(os.path.basename, words[1:]):
+            return "exec hostname"  # that of another machine would be a word, too
         path = Path(request.path)
         # Programs that pyenv and the like installed are scripts that only look for them.
         if path.parent.name != "shims" and _interpreter(path) in ("bash", *_SHELLS):
@@ -396,4 +399,6 @@ class _Reading:
         for word in words[1:]:
             for part in {word, word.partition("=")[2]} - {""}:
                 self._changed[os.path.realpath(os.path.join(folder, part))] = name
-        return self._reply.replace("{mark}", mark)
+        # Of the nodes there are some.
+        is_nodes = name == "scontrol" and "show" in words and self._reply != _TWO_LINES
+        return (_ONE_LINE if is_nodes else self._reply).replace("{mark}", mark)

@@ -383,6 +383,8 @@ def test_any_words(words):
         ("torchrun --nproc 2 x.py".split(), "abbreviated"),
         ("torchrun --stand --nproc-per-node 2 x.py".split(), "abbreviated"),
         ("torchrun --nnodes --nproc-per-node 8 x.py".split(), "has no value"),
+        ("torchrun --nproc-per-node 8 --master_port x.py -a 1 2".split(), "port has no value"),
+        ("torchrun --master_addr --master_port 1 x.py".split(), "addr has no value"),
         ("mpirun bash x.sh".split(), "mpirun without a number leaves"),
         ("mpirun -np 1 python x.py : -np 1 python y.py".split(), "several"),
         # What would change what the job inherits.

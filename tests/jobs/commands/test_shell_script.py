@@ -188,6 +188,9 @@ STARTS = {
     "a wrapped script": "nohup bash started.sh --num-layers 4 &",
     "an exit trap": f"trap 'BIN/{RUN}' EXIT",
     "other traps": f"set +T; trap - DEBUG; shopt -u extdebug\nBIN/{RUN}",
+    "the first of Slurm's nodes": "A=$(scontrol show hostnames x | head -n 1)\n"
+    "B=$(srun -N 1 BIN/hostname -i)\n"
+    f"BIN/torchrun --master_addr $A --rdzv-endpoint $B:1 --nproc-per-node 2 {JOB}",
     "restricted": f"PATH=BIN\nset -r\n{RUN}",
     "a failing step": f"set -e\nmkdir -p new/dir\ncd . && BIN/{RUN}",
 }
