@@ -112,6 +112,8 @@ def _run_apart(trial: Trial, script: Path, good: str | None, *, quiet: bool) -> 
     owned.make(trial.beside, ignored=True)
     options = [*(["--good", good] if good else []), *([] if trial.fork else ["--no-fork"])]
     ours = trial.settings.unlogged(trial.beside / _SEARCH)
+    if report.summary.config.get("isolate"):  # maybe because rounding hid too much
+        ours = dataclasses.replace(ours, isolate=True)
     words = checking(script, trial.arguments, trial.ranks, ours, *options, command="blame")
     try:
         code, errors = apart.ttrace(trial.interpreter, words, trial.environment, quiet=quiet)

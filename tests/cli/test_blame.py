@@ -391,6 +391,16 @@ def test_in_a_process_of_its_own(fork, trial, command):
     assert dataclasses.replace(kept.summary, blame=None) == before.summary
 
 
+def test_a_job_that_diverges_with_modules_isolated(fork, trial, command):
+    """It may have been too blind without."""
+    report = api.load_report(trial.settings.directory)
+    config = {**report.summary.config, "isolate": True}
+    api.rewritten(report, dataclasses.replace(report.summary, config=config))
+    edit(fork, ("x + 7", "x + 9"))
+    assert blame.run_apart(trial, fork / "pretrain.py", "HEAD", print, quiet=True)
+    assert "--ttrace-isolate" in command.words
+
+
 @pytest.mark.parametrize(
     ("edits", "says"),
     [
