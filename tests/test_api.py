@@ -139,7 +139,7 @@ if os.environ["RANK"] == "0":
     files.write_records(directory / files.VERDICTS, [judged], None)
     result = Result.EQUIVALENT if alone else Result.COULD_NOT_CHECK
     config = {"isolate": alone, "dtype": "bf16"}
-    summary = Summary(result, {outcome.value: 1}, (), config, {}, {})
+    summary = Summary(result, {outcome.value: 1}, (), config, {}, {}, too_blind=not alone)
     files.write_summary(directory / files.SUMMARY, summary, None)
 sys.exit(0 if alone else 2)
 """

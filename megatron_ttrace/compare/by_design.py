@@ -56,6 +56,9 @@ from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import FLOW, ROOT, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
+EXCUSES = (Remark.PARTIAL, Remark.SCALED, Remark.ADDED_UP_LATER, Reason.OWN_MEAN)
+"""Of what fails where modules are isolated."""
+
 _VALUE = {gradient: value for value, gradient in GRADIENT.items()}
 
 type _Rule = Callable[[Judged], Judged | None]

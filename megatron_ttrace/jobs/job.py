@@ -7,7 +7,6 @@ import json
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
@@ -28,9 +27,8 @@ from megatron_ttrace.jobs.processes.progress import OF_REFERENCE, Echo, Progress
 from megatron_ttrace.jobs.processes.waiting import OutOfTimeError, Patience
 from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.jobs.settings import CHECK, Settings, checking
-from megatron_ttrace.trace import files, owned, shared
+from megatron_ttrace.trace import owned, shared
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
-from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import Result, Summary
 
 _MARGIN_SECONDS = 10.0
@@ -137,19 +135,10 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
 def settled(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None) -> Summary:
     """:func:`run`, and once more with modules isolated if rounding in 16 bits left no answer."""
     summary = run(job, fork=fork, say=say)
-    if job.settings.reference is None and _is_too_blind(summary, job.directory):
+    if job.settings.reference is None and summary.too_blind:
         say("rounding hides too much: checking once more, with modules isolated")
         summary = run(job.alone(), fork=fork, say=say)
     return summary
-
-
-def _is_too_blind(summary: Summary, directory: Path) -> bool:
-    spreads = summary.config.get("dtype") in ("bf16", "float16")
-    if summary.verdict is not Result.COULD_NOT_CHECK or not spreads or summary.config["isolate"]:
-        return False
-    verdicts = files.load_report(directory)[1]
-    reasons = Counter(verdict.reason for verdict in verdicts if verdict.reason)
-    return [reason for reason, _ in reasons.most_common(1)] == [Reason.BLIND]
 
 
 def record(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None) -> None:

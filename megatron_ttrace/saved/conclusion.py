@@ -163,12 +163,11 @@ def conclude(
         sentences.append(wording.repeated_text(moved[0], len(moved)))
     if unlogged:
         sentences.append("what is logged was not compared: one of the runs has no training_log")
+    accumulates = _accumulates(config, reference) and _is_isolable(verdicts)
     if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):
         result = Result.COULD_NOT_CHECK
         sentences.append("no computed tensor could be judged: all of them are unchecked")
-    elif not culprits and (
-        too_few := not_enough(verdicts, allow_unchecked, _accumulates(config, reference))
-    ):
+    elif not culprits and (too_few := not_enough(verdicts, allow_unchecked, accumulates)):
         result = Result.COULD_NOT_CHECK
         sentences.append(too_few)
     observed = exercised.observe(reference, tolerances, config.requested)
@@ -191,6 +190,7 @@ def conclude(
         collectives=collectives.rows(ledger.collectives),
         collective_findings=ledger.findings,
         changed_code=None if changed is None else in_culprits(changed, culprits),
+        too_blind=result is Result.COULD_NOT_CHECK and accumulates and _are_blind(verdicts),
     )
     return summary, [explanations.verdict_of(verdict) for verdict in verdicts]
 
@@ -204,14 +204,28 @@ def not_enough(verdicts: Sequence[Judged], allowed: float, accumulates: bool = F
     unchecked, judged = exercised.share(verdicts)
     if not judged or unchecked / judged <= allowed:
         return ""
+    most = _reasons(verdicts)
+    isolate = accumulates and _are_blind(verdicts)
+    return wording.too_few_text(unchecked, judged, allowed, most, isolate)
+
+
+def _reasons(verdicts: Iterable[Judged]) -> list[tuple[Reason | None, int]]:
+    """The most frequent reasons why tensors are unchecked."""
     reasons = Counter(
         verdict.reason
         for verdict in verdicts
         if verdict.verdict is Outcome.UNCHECKED and verdict.direction is not Direction.START
     )
-    most = reasons.most_common(_REASONS)
-    isolate = accumulates and most[0][0] is Reason.BLIND
-    return wording.too_few_text(unchecked, judged, allowed, most, isolate)
+    return reasons.most_common(_REASONS)
+
+
+def _are_blind(verdicts: Iterable[Judged]) -> bool:
+    return [reason for reason, _ in _reasons(verdicts)[:1]] == [Reason.BLIND]
+
+
+def _is_isolable(verdicts: Iterable[Judged]) -> bool:
+    """Whether modules can be isolated: what is right only later, or elsewhere, would fail."""
+    return not any(note.what in by_design.EXCUSES for v in verdicts for note in v.notes)
 
 
 def _accumulates(config: RunConfig, reference: TraceReader) -> bool:

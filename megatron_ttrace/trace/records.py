@@ -427,7 +427,8 @@ class Summary(Record):
     """The content of ``summary.json``.
 
     ``config`` holds layout and settings of the check. ``exactness``, ``changed_code`` and ``blame``
-    may be unknown. The verdict does not depend on what follows ``run``.
+    may be unknown. ``too_blind``: rounding in 16 bits hides too much, which isolation may show. The
+    verdict does not depend on what follows ``run``.
     """
 
     verdict: Result
@@ -447,6 +448,7 @@ class Summary(Record):
     changed_code: ChangedCode | None = None
     blame: Blame | None = None
     known_fault: str = ""
+    too_blind: bool = False
 
     @property
     def reason(self) -> str:

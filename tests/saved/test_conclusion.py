@@ -4,6 +4,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron_ttrace.compare.moved import Moved
 from megatron_ttrace.compare.tolerance import Tolerances, epsilon
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.boxes import Box, product, whole
+from megatron_ttrace.saved import conclusion as conclusions
 from megatron_ttrace.saved.conclusion import _is_evidence, conclude, not_enough, unjudged
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import NotExercised, Reason, Unexercised
@@ -77,6 +79,7 @@ def conclusion(
     logs: bool = False,
     config: RunConfig = RunConfig(),  # noqa: B008
     allow_unchecked: float = 0.10,
+    dtype: str = "float32",
 ) -> tuple[Summary, list[Verdict]]:
     """Of what one rank measured, and a reference of tensors that replays moved so far."""
     writer = TraceWriter(home / "reference", 0)
@@ -85,7 +88,7 @@ def conclusion(
         shape = () if key.kind is Kind.METRIC else (4,)
         sink.placed((key.microbatch, key.kind, key.name, 0), torch.ones(shape), shape, ())
     writer.close()
-    meta = {"role": "reference", "epsilon": epsilon("float32"), "logs": logs}
+    meta = {"role": "reference", "epsilon": epsilon(dtype), "logs": logs}
     seal(home / "reference", meta)
     moved = {key: Moved(4, 2.0, (move,)) for key, move in moves.items()}
     return conclude(
@@ -106,13 +109,27 @@ def measured_of(key: TraceKey, error: float = 0.0) -> Measured:
     return Measured(key, "Replicate", product([whole(4)]), (4,), sums)
 
 
-def answer(home: Path, allowed: float, *, blind: int, seen: int, error: float = 0.0) -> Summary:
+def answer(
+    home: Path, allowed: float, *, blind: int, seen: int, error: float = 0.0, **more: Any
+) -> Summary:
     """Of computed tensors, the first of which are blind; the last one has an error."""
     keys = [TraceKey(1, 0, Kind.OUTPUT, f"decoder.layers.{n}") for n in range(blind + seen)]
     moves = {key: 0.5 if number < blind else 1e-6 for number, key in enumerate(keys)}
     measured = [*map(measured_of, keys[:-1]), measured_of(keys[-1], error)]
-    summary, _ = conclusion(home, moves, measured, allow_unchecked=allowed)
+    summary, _ = conclusion(home, moves, measured, allow_unchecked=allowed, **more)
     return summary
+
+
+def test_what_isolation_may_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blind tensors in 16 bits; not where some are right only elsewhere, or later."""
+    lower = {"blind": 3, "seen": 9, "dtype": "bfloat16"}
+    assert answer(tmp_path / "blind", 0.10, **lower).too_blind
+    assert not answer(tmp_path / "allowed", 0.25, **lower).too_blind
+    assert not answer(tmp_path / "float32", 0.10, blind=3, seen=9).too_blind
+    isolated = RunConfig(isolate=True)
+    assert not answer(tmp_path / "isolated", 0.10, **lower, config=isolated).too_blind
+    monkeypatch.setattr(conclusions.by_design, "EXCUSES", (Reason.BLIND,))
+    assert not answer(tmp_path / "excused", 0.10, **lower).too_blind
 
 
 def test_too_many_unchecked_are_no_answer(tmp_path: Path) -> None:
