@@ -61,20 +61,21 @@ class PlainState:
         A user's objects may also be among the script's ``arguments``.
         """
         modules = [module for chunk in chunks for module in unwrap(chunk).modules()]
-        self._modules = [_Kept(module) for module in modules if not _is_managed(module)]
+        weights = sum(p.numel() for m in chunks for p in m.parameters())
+        most = 0 if copies is None else max(weights, _LARGEST)
+        self._modules = [_Kept(module, most) for module in modules if not _is_managed(module)]
         users = _users_modules(len(sys.modules))
         # Megatron's own objects (configurations, dispatchers) belong to states that are not plain.
         names = {m.__name__ for m in users if m.__name__.partition(".")[0] != "megatron"}
         held = {id(v): v for m in modules for n, v in vars(m).items() if n not in _OF_TORCH}
         objects = (v for v in held.values() if type(v).__module__ in names and v not in modules)
-        self._modules += (_Kept(v) for v in objects if hasattr(v, "__dict__"))
+        self._modules += (_Kept(v, most) for v in objects if hasattr(v, "__dict__"))
         self._others: list[_Kept | _Trained] = [_Kept(other) for other in (*others, *users)]
         variables = [v for m in users for v in vars(m).values()]
         reached = _reached([*variables, *held.values(), arguments], names)
         self._draws = [_drawn(v) for v in reached if type(v) in _GENERATORS]
         if copies is not None:
             shared = {id(tensor) for chunk in chunks for tensor in _tensors(chunk)}
-            most = max(sum(p.numel() for m in chunks for p in m.parameters()), _LARGEST)
             own = [v for v in reached if _is_state(v, names)]
             own += (m for m in users if m.__name__ in names)
             self._others += [_Kept(each, most) for each in own]

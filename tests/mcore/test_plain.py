@@ -200,8 +200,14 @@ def test_what_is_beside_the_model_in_containers_and_objects() -> None:
     """One average per chunk, or of a deep model; among the arguments; on a layer."""
     layer: Any = Layer()
     layer.average, teacher = Average(), TEACHERS["last"][0].weight
+    layer.last = torch.zeros(plain._LARGEST + 1)
     arguments = argparse.Namespace(held=types.SimpleNamespace(average={"a": (torch.zeros(3),)}))
-    tensors = [*AVERAGES[0].values(), arguments.held.average["a"][0], layer.average.shadow["a"]]
+    tensors = [
+        layer.last,
+        *AVERAGES[0].values(),
+        arguments.held.average["a"][0],
+        layer.average.shadow["a"],
+    ]
     before = teacher.detach().clone()
     state = PlainState([torch.nn.Linear(256, 257), layer], (), Copies(), arguments)
     for tensor in (*tensors, teacher.data):
