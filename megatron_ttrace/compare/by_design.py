@@ -28,8 +28,8 @@ its gradient becomes.
 Gradients of activations are *scaled* if all of an iteration have one factor on all ranks, beside
 what is expected, and main gradients pass: a job may scale its loss, and the sum over ranks back.
 
-A main gradient is *added up later*, in the optimizer's step, if its first moment is right, and with
-it the update: there its error would be evident.
+A main gradient is *added up later*, in the optimizer's step, if its first moment is right, where
+its error would be evident, and so are the update and the norm: clipping hides a factor of all.
 
 A module that is run for *pieces* of its input, in a loop, runs another number of times where a rank
 has fewer tokens. Its runs have no counterparts if all else passes in this step: what contains it
@@ -321,6 +321,10 @@ class _AddedUpLater:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._by_key = {v.key: v for v in run.verdicts}
+        norms = [v for v in run.verdicts if v.kind is Kind.GRAD_NORM]
+        self._sound = {v.iteration for v in norms} - {
+            v.iteration for v in norms if v.verdict is not Outcome.PASS
+        }
 
     def instead(self, failure: Judged) -> Judged | None:
         """A pass; ``None`` unless what is computed from it passes, and would not otherwise."""
@@ -329,6 +333,7 @@ class _AddedUpLater:
             self._by_key.get(dataclasses.replace(failure.key, kind=kind)) for kind in kinds
         )
         passes = all(v and v.verdict is Outcome.PASS for v in (moment, update))
+        passes = passes and failure.iteration in self._sound
         if failure.verdict not in WRONG or not moment or not passes:
             return None
         error, least = (

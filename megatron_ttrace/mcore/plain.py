@@ -30,7 +30,7 @@ from megatron_ttrace.mcore.names import unwrap
 from megatron_ttrace.mcore.sources import is_installed
 from megatron_ttrace.trace.copies import Copies
 
-_CONTAINERS = (list, dict, set, deque, Counter, defaultdict, tuple)
+_CONTAINERS = (list, dict, set, deque, Counter, defaultdict, tuple)  # the last cannot change
 _DEPTH = 4
 """Containers in each other, ..."""
 _LARGEST = 1 << 16
@@ -70,7 +70,9 @@ class PlainState:
         held = {id(v): v for m in modules for n, v in vars(m).items() if n not in _OF_TORCH}
         objects = (v for v in held.values() if type(v).__module__ in names and v not in modules)
         self._modules += (_Kept(v, most) for v in objects if hasattr(v, "__dict__"))
-        self._others: list[_Kept | _Trained] = [_Kept(other) for other in (*others, *users)]
+        self._others: list[_Kept | _Begun | _Trained] = [
+            _Kept(other) for other in (*others, *users)
+        ]
         variables = [v for m in users for v in vars(m).values()]
         reached = _reached([*variables, *held.values(), arguments], names)
         self._draws = [_drawn(v) for v in reached if type(v) in _GENERATORS]
@@ -79,6 +81,8 @@ class PlainState:
             own = [v for v in reached if _is_state(v, names)]
             own += (m for m in users if m.__name__ in names)
             self._others += [_Kept(each, most) for each in own]
+            owners = [*own, *(v for v in reached if type(v) is Namespace)]
+            self._others += [_Begun(each, names, modules) for each in owners]
             kinds, known = (torch.nn.Module, torch.optim.Optimizer), {*map(id, others)}
             trained = (v for v in reached if issubclass(type(v), kinds) and id(v) not in known)
             self._others += [_Trained(each, shared, copies) for each in trained]
@@ -118,6 +122,43 @@ class _Kept:
             if _is_alike(before, now) or (whole and (now is _MISSING or _is_plain(now))):
                 _refill(before, content)
                 values[name] = before
+
+
+class _Begun:
+    """What an owner has nothing of yet: a step may begin an average of weights, for instance."""
+
+    def __init__(
+        self, owner: Any, names: Container[str], modules: Sequence[torch.nn.Module]
+    ) -> None:
+        self._owner, self._names, self._modules = owner, names, modules
+        self._values = {**vars(owner)}
+        containers: Any = [v for v in self._values.values() if type(v) in _CONTAINERS[:-1]]
+        self._empty = [container for container in containers if not container]
+        self._hooks = _hooks_of(modules)
+
+    def restore(self) -> None:
+        # What registered hooks would do so again.
+        if self._hooks != _hooks_of(self._modules):
+            return
+        values = vars(self._owner)
+        for name, now in [*values.items()]:
+            if self._values.get(name) is None and self._is_begun(now):
+                del values[name]
+                values |= {name: None} if name in self._values else {}
+        for container in self._empty:
+            if self._is_begun(container):
+                container.clear()
+
+    def _is_begun(self, value: Any) -> bool:
+        kinds = torch.Tensor, torch.nn.Module, torch.optim.Optimizer
+        leaves = _leaves(value)
+        return any(issubclass(type(v), kinds) or _is_state(v, self._names) for v in leaves)
+
+
+def _hooks_of(modules: Iterable[torch.nn.Module]) -> list[int]:
+    """How many hooks each of some modules has."""
+    owners = ((module, *module.parameters(recurse=False)) for module in modules)
+    return [len(getattr(each, n, None) or ()) for some in owners for each in some for n in _HOOKS]
 
 
 class _Trained:
@@ -273,8 +314,7 @@ def _rest_of(owner: Any) -> list[tuple[str, int]]:
         return []
     plain = {name for name, _ in _plain_of(owner)}
     rest = [(n, id(v)) for n, v in vars(owner).items() if n not in plain and n not in _OF_TORCH]
-    hooked = (owner, *owner.parameters(recurse=False))
-    return rest + [(n, len(getattr(each, n, None) or ())) for each in hooked for n in _HOOKS]
+    return rest + [("", number) for number in _hooks_of([owner])]
 
 
 def _is_managed(module: torch.nn.Module) -> bool:

@@ -488,6 +488,7 @@ def test_gradients_with_one_factor(mlp, scales, outcome):
 
 
 MOMENT, UPDATE = (step_level(kind, WEIGHT[2]) for kind in (Kind.EXP_AVG, Kind.PARAM_DELTA))
+GRAD_NORM = step_level(Kind.GRAD_NORM, "grad_norm")
 
 
 @pytest.mark.parametrize(
@@ -498,13 +499,15 @@ MOMENT, UPDATE = (step_level(kind, WEIGHT[2]) for kind in (Kind.EXP_AVG, Kind.PA
         (off(MOMENT, 0), False, False),
         (off(UPDATE, 1), False, False),
         (without(UPDATE), False, False),
+        (off(GRAD_NORM, 1), False, False),
+        (without(GRAD_NORM), False, False),
         (blind(MOMENT), False, False),
         (lambda world: world.moved.update({MOMENT: 2e-3}), False, False),
     ],
 )
 def test_a_gradient_that_the_optimizers_step_adds_up(tmp_path, change, isolated, excused):
     """Each rank has a summand until then."""
-    world = World(tmp_path, (WEIGHT, MOMENT, UPDATE), 2, tp=2)
+    world = World(tmp_path, (WEIGHT, MOMENT, UPDATE, GRAD_NORM), 2, tp=2)
     for tensors, weight in zip(world.ranks, (1.6, -0.6), strict=True):
         tensors[WEIGHT] = weight * world.tensors[WEIGHT]
     change(world)

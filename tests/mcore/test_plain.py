@@ -222,6 +222,28 @@ def test_what_is_beside_the_model_in_containers_and_objects() -> None:
     assert (LAZY, SCHEDULE.last_epoch) == ({}, 0)
 
 
+BEGUN: Any = None
+MODELS: list[torch.nn.Module] = []
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_what_a_step_begins(hooked: bool) -> None:
+    """The first real step begins it anew; not what registers hooks."""
+    global BEGUN
+    layer, arguments = Layer(), argparse.Namespace(name=None)
+    state = PlainState([layer], (), Copies(), arguments)
+    BEGUN, arguments.average, arguments.name = Average(), types.SimpleNamespace(), "a"
+    MODELS.append(torch.nn.Linear(2, 2))
+    if hooked:
+        layer.register_forward_hook(lambda *_: None)
+    state.restore()
+    assert (BEGUN is None, not MODELS) == (not hooked, not hooked)
+    assert vars(arguments).keys() == ({"name", "average"} if hooked else {"name"})
+    assert arguments.name == "a"
+    MODELS.clear()
+    BEGUN = None
+
+
 DRAWS = {"torch": torch.Generator(), "numpy": np.random.default_rng(0)}
 OLDER = np.random.RandomState(0), random.Random(0)
 
