@@ -197,11 +197,13 @@ class ReferenceSession:
         self, iterator: DataIterator, count: int, run: Callable[[], Any]
     ) -> Iterator[Block]:
         """The blocks of traced iterations; the batches of other iterations are skipped."""
-        done = 0
+        first = 1
         for block in self.settings.blocks():
-            Served(iterator, (block[0] - 1 - done) * count)
-            done = block[-1]
-            yield Block(block, count, Served(iterator, len(block) * count), run)
+            Served(iterator, (block[0] - first) * count)
+            first = block[0]
+            served = Served(iterator, len(block) * count)
+            yield Block(block, count, served, run)
+            served.serve()  # what follows must not be changed as a rehearsal's batches are
 
     def _numbers(self, microbatches: int) -> range:
         """The numbers in a step of the microbatches that this rank runs."""

@@ -122,3 +122,15 @@ def test_a_rank_whose_tracing_failed(tmp_path, role, size, ends):
     with pytest.raises(EndError) if ends else contextlib.nullcontext():
         rehearsal.step(run)
     assert bool(rehearsal._errors) != ends
+
+
+def test_blocks_of_later_iterations() -> None:
+    """Each has the batches of its iterations, as the loader gives them."""
+    wrapper = SimpleNamespace(iterable=iter(range(100)))
+    session = cast("Any", SimpleNamespace(settings=Settings(iterations=(2, 4, 5))))
+    found = []
+    for block in ReferenceSession._blocks(session, [wrapper], 2, lambda: None):  # type: ignore[list-item]
+        for _ in range(2):  # traced, and replayed
+            block.served.serve(lambda item: -item, in_rehearsal=True)
+            found.append([next(wrapper.iterable) for _ in range(2 * len(block.iterations))])
+    assert found == [[-2, -3]] * 2 + [[-6, -7, -8, -9]] * 2
