@@ -16,7 +16,6 @@ import itertools
 import numbers
 import random
 import sys
-from argparse import Namespace
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
@@ -74,15 +73,16 @@ class PlainState:
             _Kept(other) for other in (*others, *users)
         ]
         variables = [v for m in users for v in vars(m).values()]
-        reached = _reached([*variables, *held.values(), arguments], names)
+        given = [] if arguments is None else [*vars(arguments).values()]
+        reached = _reached([*variables, *held.values(), *given], names)
         self._draws = [_drawn(v) for v in reached if type(v) in _GENERATORS]
         if copies is not None:
             shared = {id(tensor) for chunk in chunks for tensor in _tensors(chunk)}
             own = [v for v in reached if _is_state(v, names)]
             own += (m for m in users if m.__name__ in names)
             self._others += [_Kept(each, most) for each in own]
-            owners = [*own, *(v for v in reached if type(v) is Namespace)]
-            self._others += [_Begun(each, names, modules) for each in owners]
+            own += [arguments] * (arguments is not None)
+            self._others += [_Begun(each, names, modules) for each in own]
             kinds, known = (torch.nn.Module, torch.optim.Optimizer), {*map(id, others)}
             trained = (v for v in reached if issubclass(type(v), kinds) and id(v) not in known)
             self._others += [_Trained(each, shared, copies) for each in trained]
@@ -202,7 +202,7 @@ def _reached(roots: Iterable[Any], names: Container[str]) -> list[Any]:
         found[id(value)] = value
         if type(value) in _CONTAINERS and len(value) <= _LARGEST:
             remaining += _items(value)
-        elif type(value) is Namespace or _is_state(value, names):
+        elif _is_state(value, names):
             remaining += vars(value).values()
     return [*found.values()]
 
