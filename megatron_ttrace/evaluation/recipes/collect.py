@@ -166,7 +166,7 @@ def _training(place: Path) -> list[Path]:
 
 def _mentions(path: Path, *marks: str) -> bool:
     try:
-        text = codec.read(path, small_files.LIMIT) if marks else b""
+        text = b"\n" + codec.read(path, small_files.LIMIT) if marks else b""
         return any(mark.encode() in text for mark in marks)
     except (OSError, codec.CodecError):
         return False

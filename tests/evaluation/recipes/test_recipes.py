@@ -91,7 +91,7 @@ def test_examples_with_options_by_name(checkout):
     example = checkout / "examples" / "gpt3"
     (example / "other.yaml").write_text("image: x\n")
     options = [f"  {flag[2:].replace('-', '_')}: {value}\n" for flag, value in MODEL.items()]
-    (example / "small.yaml").write_text(f"ENV_VARS:\n  A: 1\nARGS:\n{''.join(options)}")
+    (example / "small.yaml").write_text(f"ARGS:\n{''.join(options)}")
     recipes = {recipe.name: recipe for recipe in collect.collect(checkout, ["examples/*"])}
     assert [*recipes] == ["examples/gpt3/small.yaml", "examples/gpt3/train.sh"]
     assert recipes["examples/gpt3/small.yaml"].is_trained
