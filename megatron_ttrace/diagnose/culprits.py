@@ -328,21 +328,23 @@ def _layers_of_routers(origins: list[Origin], verdicts: Sequence[Judged]) -> lis
     """Origins, with the layer of experts in place of a router whose input's gradient alone fails.
 
     Router and experts have the same input, whose gradient is the sum of what all of them add. If
-    the gradients of the router's weights pass, any part of the layer can be wrong.
+    the gradients of the router's weights pass, any part of the layer can be wrong. Those of the
+    layers below may then fail as a consequence.
     """
     wrong = {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
     chosen = Kind.ROUTING, RoutingIndex.CHOICE
     routers = {v.name for v in verdicts if (v.kind, v.index) == chosen}
     entering = {(v.microbatch, v.name, v.rel_err): v for v in _failures(verdicts, Kind.GRAD_INPUT)}
-
-    def around(origin: Origin) -> Origin:
+    found: list[Origin] = []
+    is_layer = False
+    for origin in origins:
         v, (layer, _, _) = origin.verdict, origin.module.rpartition(".")
-        if v.name not in routers or v.kind is not Kind.GRAD_INPUT or module_of(v.name) in wrong:
-            return origin
         same = entering.get((v.microbatch, layer, v.rel_err))
-        return origin if same is None else Origin(same, layer, origin.grounds)
-
-    return [around(origin) for origin in origins]
+        if v.name in routers and v.kind is Kind.GRAD_INPUT and same is not None:
+            is_layer = is_layer or module_of(v.name) not in wrong
+            origin = Origin(same, layer, origin.grounds) if is_layer else origin
+        found.append(origin)
+    return found
 
 
 def _gradient(verdicts: Sequence[Judged]) -> list[Origin]:
@@ -446,17 +448,19 @@ def _born(
     innermost = [v for v in born if not any(_is_inside(other, v.name) for other in names)]
     entering = _worst(verdicts, inputs)
     origins = []
-    begun: set[int] = set()
+    first: dict[int, Judged] = {}
+    for v in _failures(verdicts, inputs, *outputs):
+        first.setdefault(v.microbatch, v)
     for v in innermost:
         place = v.microbatch, v.name
         # An error may fall below the tolerance on its way (in a softmax, a norm) and exceed it
         # again later. The module where it does so has inputs that pass, but are nearly as far off
         # as its output.
-        if v.microbatch not in begun or _severity(v) >= _SURFACING * entering.get(place, 0.0):
+        begins = is_within(first[v.microbatch].name, v.name)
+        if begins or _severity(v) >= _SURFACING * entering.get(place, 0.0):
             jump = _largest_jump(v, _failures(verdicts, *outputs), entering)
             where = _OF_KIND.get(v.kind, grounds if place in entering else without_inputs)
             origins.append(jump or Origin(v, v.name, where))
-        begun.add(v.microbatch)
     return origins
 
 
