@@ -139,14 +139,14 @@ class CallTap:
 
     def _follow(self) -> None:
         """Hear of functions in modules that were imported since. Never raises."""
-        if self.error or len(sys.modules) == self._imported:
+        if self.error or len(sys.modules) <= self._imported:
             return
-        self._imported = len(sys.modules)
         try:
             codes = [*imported.megatrons_code(self._modules)]
             self.replacing |= {id(c): c for c in codes if sources.of_script(c.co_filename)}
             self._reports.follow(codes)
             self._reports.follow(imported.imported_code(self._scripts, sources.of_script))
+            self._imported = len(self._scripts)
         except Exception as error:  # noqa: BLE001 - recording never harms training
             self.error = one_line(error)
 
@@ -273,6 +273,7 @@ class CallTap:
                 self._phases.add(phase)
                 self.entered()
             self._calls[key] = None
+            self._follow()  # a layer's specification may just have been imported
             seen.starts = 0
             values = frame.f_locals if seen.arguments else {}
             for name in seen.arguments:

@@ -72,7 +72,7 @@ def megatrons_code(known: set[str]) -> Iterator[CodeType]:
 def imported_code(known: set[str], wanted: Callable[[str], bool]) -> Iterator[CodeType]:
     """The code in modules that were imported, of ``wanted`` files; not in ``known`` modules.
 
-    All modules are added to these.
+    All modules are added to these, except those whose import has not ended.
 
     Of functions that exist, also those inside of others, those that a decorator wraps, and the
     user's that replace others.
@@ -87,7 +87,8 @@ def _functions(
     """``look`` is called with what each module and class holds."""
     visited: set[int] = set()
     for name, module in [*sys.modules.items()]:
-        if name not in known:
+        is_complete = not getattr(getattr(module, "__spec__", None), "_initializing", False)
+        if name not in known and is_complete:
             known.add(name)
             contents = vars(module) if isinstance(module, ModuleType) else {}
             file = contents.get("__file__")

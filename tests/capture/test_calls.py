@@ -107,6 +107,24 @@ def named(calls: Calls) -> set[tuple[str, str, str, Phase]]:
     }
 
 
+def test_what_is_imported_late(tap: CallTap) -> None:
+    """While a model is built: what is imported then, once that has ended."""
+    model = made(MODEL, "core/m.py")
+    tap.entered()
+    late = made(WRAPPER, "core/late.py")
+    module = next(m for m in sys.modules.values() if vars(m) is late)
+    module.__spec__ = types.SimpleNamespace(_initializing=True)  # type: ignore[assignment]
+    model["build"]()
+    late["sync"]()
+    module.__spec__ = None
+    model["forward"](torch.ones(2))
+    late["forward"](lambda x: x)
+    assert {function for function, _, _, _ in named(tap.calls([]))} >= {"build", "forward"}
+    assert {one.name for one in tap.calls([]).functions if one.file.endswith("late.py")} == {
+        "forward"
+    }
+
+
 def test_calls(tap: CallTap) -> None:
     """Before a step, in a module, in a part of the step; what is called has its caller's part."""
     model, optimizer = made(MODEL, "core/m.py"), made(OPTIMIZER, "core/optimizer/o.py")
