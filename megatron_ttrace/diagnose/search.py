@@ -27,9 +27,10 @@ from megatron_ttrace.diagnose import (
     sources,
     summands,
 )
-from megatron_ttrace.diagnose.evidence import Evidence, ExhaustedError, Work
+from megatron_ttrace.diagnose.evidence import CHANCE, Evidence, ExhaustedError, Work
 from megatron_ttrace.trace import findings as f
 from megatron_ttrace.trace.findings import Finding
+from megatron_ttrace.trace.records import Kind
 
 Closing = Callable[[Evidence], Finding | None]
 Step = Callable[[Evidence], Iterable[tuple[Finding, Evidence]]]
@@ -144,7 +145,10 @@ def search(evidence: Evidence, failed: Failed | None = None) -> list[Composition
     ``failed`` is called with a repair whose test raised; without it the exception is raised.
     """
     compositions: list[Composition] = []
-    states: list[tuple[Evidence, Steps]] = [(evidence, ())] if evidence.parts else []
+    # A few integers are another sample's, or zero, by chance.
+    is_few = evidence.key.kind is Kind.TOKENS and evidence.reference.numel() < CHANCE
+    is_known = evidence.parts and not is_few
+    states: list[tuple[Evidence, Steps]] = [(evidence, ())] if is_known else []
 
     def is_settled(depth: int) -> bool:
         return any(composition.size <= depth + 1 for composition in compositions)
