@@ -335,15 +335,13 @@ def _layers_of_routers(origins: list[Origin], verdicts: Sequence[Judged]) -> lis
     chosen = Kind.ROUTING, RoutingIndex.CHOICE
     routers = {v.name for v in verdicts if (v.kind, v.index) == chosen}
     entering = {(v.microbatch, v.name, v.rel_err): v for v in _failures(verdicts, Kind.GRAD_INPUT)}
-    found: list[Origin] = []
-    is_layer = False
-    for origin in origins:
-        v, (layer, _, _) = origin.verdict, origin.module.rpartition(".")
+    found, is_layer = [*origins], False
+    for number, (v, module, grounds) in enumerate(origins):
+        layer = module.rpartition(".")[0]
         same = entering.get((v.microbatch, layer, v.rel_err))
         if v.name in routers and v.kind is Kind.GRAD_INPUT and same is not None:
             is_layer = is_layer or module_of(v.name) not in wrong
-            origin = Origin(same, layer, origin.grounds) if is_layer else origin
-        found.append(origin)
+            found[number] = Origin(same, layer, grounds) if is_layer else found[number]
     return found
 
 
@@ -448,9 +446,7 @@ def _born(
     innermost = [v for v in born if not any(_is_inside(other, v.name) for other in names)]
     entering = _worst(verdicts, inputs)
     origins = []
-    first: dict[int, Judged] = {}
-    for v in _failures(verdicts, inputs, *outputs):
-        first.setdefault(v.microbatch, v)
+    first = {v.microbatch: v for v in reversed(_failures(verdicts, inputs, *outputs))}
     for v in innermost:
         place = v.microbatch, v.name
         # An error may fall below the tolerance on its way (in a softmax, a norm) and exceed it

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.records import Direction, Kind, Outcome
+from megatron_ttrace.trace.records import Direction, Kind, Outcome, RoutingIndex
 from tests.diagnose.judged_by_hand import localise, verdict
 from tests.diagnose.test_culprits import failing, found
 
@@ -194,6 +194,23 @@ def test_modules_that_share_their_input(errors, weights, named, again):
         shared = re.search(r"shared with (.*), which may be", culprit.reason)
         names.append(culprit.name + (f"; {shared[1]}" if shared else ""))
     assert names == [name.replace(";", f"{again};") + again for name in named]
+
+
+def test_routers_below_one_that_is_right() -> None:
+    """The gradients of their weights are wrong as a consequence."""
+    routers = ("layers.1.mlp.router", "layers.0.mlp.router")
+    assert found(
+        [
+            *(verdict(at, Kind.ROUTING, microbatch=0, index=RoutingIndex.CHOICE) for at in routers),
+            *failing(
+                *(("layers.1.mlp", Kind.GRAD_OUTPUT, 0.1), (routers[0], Kind.GRAD_OUTPUT, 0.1)),
+                *(("layers.1.mlp", Kind.GRAD_INPUT, 7.0), (routers[0], Kind.GRAD_INPUT, 7.0)),
+                *(("layers.0.mlp", Kind.GRAD_OUTPUT, 3.0), (routers[1], Kind.GRAD_OUTPUT, 0.9)),
+                *(("layers.0.mlp", Kind.GRAD_INPUT, 8.0), (routers[1], Kind.GRAD_INPUT, 8.0)),
+                *((f"{routers[1]}.weight", Kind.MAIN_GRAD, 1.3),),
+            ),
+        ]
+    ) == ["layers.1.mlp", "layers.0.mlp"]
 
 
 @pytest.mark.parametrize("isolated", [False, True])

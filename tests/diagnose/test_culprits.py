@@ -345,23 +345,6 @@ STAGES = {
 }
 
 
-def test_routers_below_one_that_is_right() -> None:
-    """The gradients of their weights are wrong as a consequence."""
-    routers = ("layers.1.mlp.router", "layers.0.mlp.router")
-    assert found(
-        [
-            *(verdict(at, Kind.ROUTING, microbatch=0, index=RoutingIndex.CHOICE) for at in routers),
-            *failing(
-                *(("layers.1.mlp", Kind.GRAD_OUTPUT, 0.1), (routers[0], Kind.GRAD_OUTPUT, 0.1)),
-                *(("layers.1.mlp", Kind.GRAD_INPUT, 7.0), (routers[0], Kind.GRAD_INPUT, 7.0)),
-                *(("layers.0.mlp", Kind.GRAD_OUTPUT, 3.0), (routers[1], Kind.GRAD_OUTPUT, 0.9)),
-                *(("layers.0.mlp", Kind.GRAD_INPUT, 8.0), (routers[1], Kind.GRAD_INPUT, 8.0)),
-                *((f"{routers[1]}.weight", Kind.MAIN_GRAD, 1.3),),
-            ),
-        ]
-    ) == ["layers.1.mlp", "layers.0.mlp"]
-
-
 @pytest.mark.parametrize(("verdicts", "name", "kind", "reason"), STAGES.values(), ids=STAGES)
 def test_stages(verdicts: list[Judged], name: str, kind: Kind, reason: str) -> None:
     """The only culprit, whatever else fails because of it."""

@@ -291,10 +291,6 @@ UNEXPLAINED: dict[str, tuple[Repair, Evidence]] = {
     "a microbatch of ones, too": (sources.elsewhere, stale(torch.ones(6, 12), torch.ones(6, 12))),
     "ones in a part": (explain, stale(HALF_ONES, torch.where(HALF_ONES == 1, 1.0, values(6, 12)))),
     "samples of one other microbatch": (region.other_samples, samples(0, 1)),
-    "two integers": (
-        explain,
-        of(torch.tensor([0, 1]), torch.zeros(2).long(), key=TraceKey(1, 1, Kind.TOKENS, "id", 0)),
-    ),
     "another microbatch": (sources.elsewhere, stale(values(6, 12, seed=9))),
     "unrelated copies": (explain, of(LONG, {0: NOISE, 1: values(64, seed=2)}, on(tp=2), key=NORM)),
     "one of four copies": (explain, copies(values(32, 12, seed=4))),

@@ -23,6 +23,7 @@ from megatron_ttrace.trace.findings import (
     Rounded,
     Transposed,
 )
+from megatron_ttrace.trace.records import Kind, TraceKey
 from tests.diagnose.evidence_by_hand import evidence_of, explain, meshes, text, values
 
 ROWS = 24
@@ -37,6 +38,13 @@ Held = dict[int, torch.Tensor]
 
 def layout(tp: int, cp: int, dp: int) -> list[Mesh]:
     return meshes(tp * cp * dp, tp=tp, cp=cp)
+
+
+def test_a_few_integers() -> None:
+    """They are zero, or another microbatch's, by chance."""
+    key, ids = TraceKey(1, 1, Kind.TOKENS, "dataset_id", 0), torch.tensor([0, 1])
+    assert explain(evidence_of(ids, meshes(1), {0: 0 * ids}, key=key)) is None
+    assert explain(evidence_of(ids.repeat(8), meshes(1), {0: 0 * ids.repeat(8)}, key=key))
 
 
 def right(ranks: list[Mesh], sharded: bool) -> Held:
