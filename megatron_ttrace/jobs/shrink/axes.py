@@ -184,8 +184,8 @@ def of_small(
 
     Axes that are not ``kept`` become 1. The pipeline has at most ``stages``: only with a third does
     one both receive and send in each direction, only with a fourth does one that receives have more
-    than two microbatches in flight. Context parallelism has at most ``ring``, and a stage at most 3
-    chunks: of two, the next one is the previous one.
+    than two microbatches in flight, unless stages are interleaved. Context parallelism has at most
+    ``ring``, and a stage at most 3 chunks: of two, the next one is the previous one.
     """
 
     def size(name: str, most: int = 2) -> int:
@@ -202,6 +202,7 @@ def of_small(
     chunks = min(3, large.chunks) if pp > 1 else 1
     if chunks > 1 and flags.has("overlap_p2p_comm"):  # its only flag switches it off
         pp = 3
+    pp = min(pp, 3) if chunks > 2 else pp
     etp = tp if large.etp == large.tp else min(2, large.etp)
     if kept is not None and "ep" not in kept and "tp" not in kept:
         etp = 1

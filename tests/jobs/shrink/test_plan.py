@@ -99,6 +99,9 @@ def test_a_middle_stage():
         (job,) = shrunk(text, 8, most=most).jobs
         assert (job.axes.tp, job.axes.pp, job.axes.ranks) == (2, stages, 2 * stages)
     assert [job.axes.pp for job in shrunk().jobs] == [2, 4, 1]
+    interleaved = "--num-virtual-stages-per-pipeline-rank 4 --num-layers 32"
+    (job,) = shrunk(f"--pipeline-model-parallel-size 8 {interleaved}", 8).jobs
+    assert (job.axes.pp, job.axes.chunks) == (3, 3)
     assert shrunk(most=2 * 3 * 2).jobs[0].axes.pp == 3
 
 
