@@ -78,7 +78,10 @@ def _flags(values: Any) -> Any:
     if not isinstance(values, Mapping):
         return values
     given = {str(name): value for name, value in values.items() if str(value).lower() != "false"}
-    return {f"--{name.replace('_', '-')}": given[name] for name in given if name.isidentifier()}
+    return {
+        f"--{name.replace('_', '-')}" if name.isidentifier() else name: value
+        for name, value in given.items()
+    }
 
 
 def _words(flag: str, value: Any) -> list[str]:

@@ -178,9 +178,10 @@ def of_small(
 
     Except where 2 would not run the same code: context parallelism on two levels needs 2 x 2, as do
     several query groups with copies on tensor-parallel ranks; interleaving without overlapped
-    communication 3 stages (``validate_args``), and several instances of the distributed optimizer,
-    or copies of weights in shards, 2 ranks each. If ranks of an instance have copies of an expert,
-    some still do.
+    communication 3 stages (``validate_args``), as does multi-token prediction between embedding and
+    loss, which Megatron does not support on the embedding's rank (finding 53), and several
+    instances of the distributed optimizer, or copies of weights in shards, 2 ranks each. If ranks
+    of an instance have copies of an expert, some still do.
 
     Axes that are not ``kept`` become 1. The pipeline has at most ``stages``: only with a third does
     one both receive and send in each direction, only with a fourth does one that receives have more
@@ -203,6 +204,9 @@ def of_small(
     if chunks > 1 and flags.has("overlap_p2p_comm"):  # its only flag switches it off
         pp = 3
     pp = min(pp, 3) if chunks > 2 else pp
+    predicting = patterns.stages(flags.text("pipeline_model_parallel_layout"))[:-1]
+    if pp == 2 < large.pp and "m" in "".join(predicting):
+        pp = 3
     etp = tp if large.etp == large.tp else min(2, large.etp)
     if kept is not None and "ep" not in kept and "tp" not in kept:
         etp = 1

@@ -75,8 +75,9 @@ def test_options_by_name(checkout):
     arguments = {"moe_router_topk": 8, "finetune": False, "bf16": True, "lr": "3.9e-06"}
     command = recipe_file.read(write(checkout, ARGS=arguments))
     assert command.arguments == ("--bf16", "--lr", "3.9e-06", "--moe-router-topk", "8")
-    with pytest.raises(recipe_file.NoTrainingError, match="has no arguments"):
-        recipe_file.read(write(checkout, ARGS=["a"]))
+    for other in (["a"], {"a b": 1, "bf16": True}):
+        with pytest.raises(recipe_file.NoTrainingError, match="has no arguments"):
+            recipe_file.read(write(checkout, ARGS=other))
 
 
 @pytest.mark.parametrize(

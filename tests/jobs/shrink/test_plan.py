@@ -105,6 +105,14 @@ def test_a_middle_stage():
     assert shrunk(most=2 * 3 * 2).jobs[0].axes.pp == 3
 
 
+def test_multi_token_prediction_before_the_loss():
+    """It stays on another rank than the embedding, also where axes do not fit into one job."""
+    layout = "--num-layers 8 --pipeline-model-parallel-layout Ett|t*2|(tt|)*2m|L"
+    text = f"{layout} --mtp-num-layers 1 --pipeline-model-parallel-size 3"
+    small = shrunk(f"{text} --tensor-model-parallel-size 4", 48)
+    assert [job.axes.pp for job in small.jobs] == [1, 3, 3]
+
+
 def test_a_ring():
     """Of two ranks, the next is the previous one: four stay, here or in a job of its own."""
     gated = "--context-parallel-size 8 --experimental-attention-variant gdn"
