@@ -59,6 +59,8 @@ from megatron_ttrace.trace.store import TraceReader
 EXCUSES = (Remark.PARTIAL, Remark.SCALED, Remark.ADDED_UP_LATER, Reason.OWN_MEAN)
 """Of what fails where modules are isolated."""
 
+_LEAST_SHARE = 0.01
+"""Of a gradient, the least that becomes part of its mean: 1 - beta1."""
 _VALUE = {gradient: value for value, gradient in GRADIENT.items()}
 
 type _Rule = Callable[[Judged], Judged | None]
@@ -340,14 +342,10 @@ class _AddedUpLater:
             size * self._run.tolerances.of(v.key).rms
             for size, v in ((failure.rel_err or 0.0, failure), (moment.tolerance or 0.0, moment))
         )
-        # At most so small a part of a gradient becomes part of its mean.
         if _LEAST_SHARE * error <= EVIDENT * least:
             return None
         right = PartError(0.0, moment.rel_err or 0.0, moment.tolerance or 0.0)
         return self._run.right(failure, right, Note(Remark.ADDED_UP_LATER), failure.placement)
-
-
-_LEAST_SHARE = 0.01
 
 
 class _Pieces:

@@ -48,7 +48,9 @@ def read(path: Path) -> Command:
     with reported(f"{path} cannot be read", OSError, ValueError):
         content = small_files.yaml(path)
     if not isinstance(content, Mapping) or content.keys().isdisjoint(("MODEL_ARGS", "ARGS")):
-        raise TTraceError(f"{path} has no MODEL_ARGS: give a model_config.yaml of Megatron-LM")
+        raise TTraceError(
+            f"{path} has neither MODEL_ARGS nor ARGS: give a configuration of Megatron-LM"
+        )
     mode = str(content.get("MODE") or "pretraining")
     if mode != "pretraining":
         raise NoTrainingError(f"{path} is for {mode}, not for training")

@@ -263,7 +263,7 @@ def _equal_copies(flags: CommandFlags, small: Axes, large: Axes) -> tuple[int, i
 
 LONGER = {
     "pp": "middle stages of the pipeline",
-    "cp": "context-parallel ranks with two neighbours",
+    "cp": "four context-parallel ranks",
 }
 """Axes of which two ranks do not show everything, and what only more of them have."""
 

@@ -34,7 +34,7 @@ def _gone(case: Case, why: str, *options: str) -> Iterator[Change]:
 _SHORTER = "an axis above 1 becomes 2"
 _MORE = {
     "pp": "first, middle and last stage",
-    "cp": "ranks with two neighbours",
+    "cp": "two neighbours of each rank, or two levels",
     "tp": "two query groups, on two ranks each",
 }
 
