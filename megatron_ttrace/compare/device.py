@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+import math
 import struct
 from collections.abc import Sequence
 
@@ -22,7 +23,8 @@ from megatron_ttrace.compare.sketch import sketch_of_share, sums_of_share
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.checksum import MASK, weighted
-from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.trace.findings import Note, Remark
+from megatron_ttrace.trace.records import MOMENTS, Kind
 from megatron_ttrace.trace.staging import to_device
 from megatron_ttrace.trace.store import TraceReader
 from megatron_ttrace.trace.views import box_views
@@ -64,6 +66,35 @@ def with_share(
         return measured
     share = sketch_of_share(data, whole, match.boxes, match.factor, match.copies)
     return dataclasses.replace(measured, sketch=share)
+
+
+def decided_only(
+    measured: Measured, match: Match, data: torch.Tensor, reference: TraceReader, limits: Tolerances
+) -> Measured:
+    """The finding about an update that fails, without the elements that rounding decides about.
+
+    Adam divides a mean of gradients by the root of the mean of their squares. In its first step
+    from empty moments that is a sign: where a mean is no more than what it may be off, the weight
+    moves by the whole learning rate to either side. The means are judged themselves.
+    """
+    mean, square = (dataclasses.replace(match.key, kind=kind) for kind in MOMENTS)
+    if match.key.kind is not Kind.PARAM_DELTA or mean not in reference or square not in reference:
+        return measured
+    if not fails(measured.sums, limits, match.key):
+        return measured
+    whole, size, limit = reference.data(match.key), reference.data(mean).abs(), limits.of(mean)
+    off = max(limit.value, limit.peak * math.sqrt(limit.n)) * limit.rms
+    # An element without any gradient is left alone, or decays.
+    decided = (size >= off) | (size == 0)
+    kept = data.detach().clone()
+    for here, there in box_views(kept, decided, match.boxes):
+        here.mul_(to_device(there, here.device))
+    others = match.measured(measure(kept.cpu(), whole * decided, match.boxes))
+    if others.sums is None or fails(others.sums, limits, match.key):
+        return measured
+    left = int(decided.numel() - decided.sum())
+    note = Note(Remark.UNDECIDED, left, decided.numel())
+    return dataclasses.replace(measured, sums=others.sums, note=note)
 
 
 def read_back(measured: Sequence[Measured]) -> list[Measured]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron_ttrace.compare.configuration import RunConfig
-from megatron_ttrace.compare.device import compare, with_share
+from megatron_ttrace.compare.device import compare, decided_only, with_share
 from megatron_ttrace.compare.experts import Match
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
@@ -158,7 +158,10 @@ def _measure(
     if local.is_floating_point() != logical.is_floating_point():
         return misfit(f"{entry.dtype}, in the reference {there.dtype}")
     measured = compare(reference, match, local)
-    return with_share(measured, match, local, logical, tolerances) if tolerances else measured
+    if tolerances is None:
+        return measured
+    measured = decided_only(measured, match, local, reference, tolerances)
+    return with_share(measured, match, local, logical, tolerances)
 
 
 def _tensor(trace: TraceReader, entry: Entry) -> torch.Tensor:

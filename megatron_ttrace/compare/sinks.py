@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.compare.device import compare, read_back, with_share
+from megatron_ttrace.compare.device import compare, decided_only, read_back, with_share
 from megatron_ttrace.compare.experts import Match, entry_of
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured, fails
@@ -270,6 +270,7 @@ class CompareSink:
         if self._tolerances is None or unread or self._sketches == MOST_SKETCHES:
             return measured
         whole = self._reference.data(match.key)
+        measured = decided_only(measured, match, data, self._reference, self._tolerances)
         shared = with_share(measured, match, data, whole, self._tolerances)
         self._sketches += shared is not measured
         return shared

@@ -94,6 +94,7 @@ class Remark(StrEnum):
     PARTIAL = "partial"
     SCALED = "scaled"
     ADDED_UP_LATER = "added_up_later"
+    UNDECIDED = "undecided"
     UNUSED = "unused"
     CUT_OFF = "cut_off"
     RECOMPUTED = "recomputed"
@@ -109,10 +110,7 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
-    """A remark on a tensor beside its outcome.
-
-    ``value`` is to be compared with ``limit``; ``text``: a name, a message; ``samples``: of both.
-    """
+    """Beside an outcome; ``value`` belongs to ``limit``, ``text`` is a name or message."""
 
     what: Remark | Reason
     value: float = 0.0

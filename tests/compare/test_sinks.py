@@ -21,7 +21,7 @@ from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.compare.traces import key_of as key
-from tests.compare.traces import step_level, tolerances_of, writing
+from tests.compare.traces import reference_of, step_level, tolerances_of, writing
 from tests.placement.meshes import mesh_of
 
 S, H = 8, 6
@@ -363,3 +363,44 @@ def test_empty_ranges_survive_saving(tmp_path, reference, tensors):
     seal(tmp_path / "candidate", {})
     [found] = measure_saved(reference, TraceReader(tmp_path / "candidate"))[0]
     assert (found.problem, found.sums.n) == (None, 0)
+
+
+UPDATE, MEAN, SQUARE = (
+    step_level(kind, WEIGHT[2]) for kind in (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+)
+
+
+def turned(element, by=-1.0):
+    """A rank's part of an update with one element's step changed."""
+    return lambda update: update.clone().index_fill_(0, torch.tensor(element), by * 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "places", "passes"),
+    [
+        (turned(7), (UPDATE, MEAN, SQUARE), True),
+        (turned(8), (UPDATE, MEAN, SQUARE), False),  # its mean of gradients is far from zero
+        (turned(9, 1.0), (UPDATE, MEAN, SQUARE), False),  # it has no gradient
+        (turned(7), (UPDATE, MEAN), False),  # not Adam
+        (lambda update: update * 0.9, (UPDATE, MEAN, SQUARE), False),
+    ],
+)
+def test_adams_first_step_where_its_sign_is_rounding(tmp_path, change, places, passes):
+    """Rounding turned around an element whose mean of gradients is within its tolerance."""
+    mean = random(80).sign() + 0.1 * random(80, seed=1)
+    mean[7], mean[9] = 1e-3, 0.0
+    tensors = {UPDATE: 1e-3 * mean.sign(), MEAN: mean, SQUARE: mean.square()}
+    reference = reference_of(tmp_path / "reference", {place: tensors[place] for place in places})
+    limits = tolerances_of(reference, moves={UPDATE: 1e-4})
+    writer = TraceWriter(tmp_path / "candidate", 0)
+    sink = CompareSink(reference, 1, layout(1, tp=2), tolerances=limits, writer=writer)
+    zero = (Step("dp", FlatShard(5, 75)),)
+    sink.placed(UPDATE, change(tensors[UPDATE])[5:75], (80,), zero)
+    writer.close()
+    [measured] = sink.measured
+    assert fails(measured.sums, limits, key(UPDATE)) is not passes
+    note = Note(Remark.UNDECIDED, 1, 80)
+    assert measured.note == (note if passes else None)
+    seal(tmp_path / "candidate", {})
+    saved = TraceReader(tmp_path / "candidate")
+    assert bool(saved.ranks[0]) is not passes
