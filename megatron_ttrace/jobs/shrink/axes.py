@@ -186,7 +186,8 @@ def of_small(
     Axes that are not ``kept`` become 1. The pipeline has at most ``stages``: only with a third does
     one both receive and send in each direction, only with a fourth does one that receives have more
     than two microbatches in flight, unless stages are interleaved. Context parallelism has at most
-    ``ring``, and a stage at most 3 chunks: of two, the next one is the previous one.
+    ``ring``, and a stage at most 3 chunks: of two, the next one is the previous one; 4 where there
+    would be as many as stages, and are not.
     """
 
     def size(name: str, most: int = 2) -> int:
@@ -203,7 +204,10 @@ def of_small(
     chunks = min(3, large.chunks) if pp > 1 else 1
     if chunks > 1 and flags.has("overlap_p2p_comm"):  # its only flag switches it off
         pp = 3
-    pp = min(pp, 3) if chunks > 2 else pp
+    if large.pp == large.chunks:
+        pp = min(pp, 3)
+    elif stages > 2 and pp == chunks > 1:
+        chunks += 1 if large.chunks > chunks else -1
     predicting = patterns.stages(flags.text("pipeline_model_parallel_layout"))[:-1]
     if pp == 2 < large.pp and "m" in "".join(predicting):
         pp = 3
@@ -301,9 +305,10 @@ def _apart(flags: CommandFlags, large: Axes, chosen: Sequence[Axes], most: int) 
     Pipelines are left out: nothing is divided by the number of their stages.
     """
     spread = [axis for axis in large.spread() if axis != "pp"]
+    of_experts = ["etp", "edp"] if large.ep > 1 else []
     alike: list[tuple[str, ...]] = [
         pair
-        for pair in itertools.combinations(spread, 2)
+        for pair in itertools.combinations([*spread, *of_experts], 2)
         if _differ(large, *pair) and not any(_differ(job, *pair) for job in chosen)
     ]
     fitting = _fitting(flags, large, spread, most)

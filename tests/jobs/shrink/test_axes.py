@@ -128,15 +128,28 @@ def test_pairs_are_covered(tp, cp, pp, dp, ep, most):
     assert max(axes_.cp for axes_ in small) == min(4, cp)
 
 
-@given(POWERS, POWERS, POWERS, POWERS, POWERS, st.sampled_from([8, 16]))
-def test_sizes_that_differ(tp, cp, pp, dp, ep, most):
+@given(POWERS, POWERS, POWERS, POWERS, POWERS, st.booleans(), st.sampled_from([8, 16]))
+def test_sizes_that_differ(tp, cp, pp, dp, ep, whole, most):
     """Do so in a small job: code that takes one axis for another is not right in all of them."""
-    job = flags(tp, cp, pp, num_experts=8, expert_model_parallel_size=ep)
+    etp = {"expert_tensor_parallel_size": 1} if whole else {}
+    job = flags(tp, cp, pp, num_experts=8, expert_model_parallel_size=ep, **etp)
     large = axes.of_large(job, tp * cp * pp * dp * ep)
     small = axes.jobs(job, large, most)
-    for one, other in itertools.combinations(("tp", "cp", "ep", "dp"), 2):
+    sizes = "tp", "cp", "ep", "dp", *(("etp", "edp") if ep > 1 else ())
+    for one, other in itertools.combinations(sizes, 2):
         if getattr(large, one) != getattr(large, other):
             assert any(getattr(axes_, one) != getattr(axes_, other) for axes_ in small)
+
+
+@given(st.sampled_from([3, 4, 8]), st.integers(2, 8), st.integers(1, 4))
+def test_chunks_are_not_taken_for_stages(pp, chunks, dp):
+    """Nor is the next chunk the previous one, or a rank in the middle of the pipeline missing."""
+    job = flags(1, 1, pp, num_virtual_stages_per_pipeline_rank=chunks)
+    large = axes.of_large(job, pp * dp)
+    [small] = axes.jobs(job, large, 8)
+    assert small.pp != small.chunks or pp == chunks
+    assert small.pp >= 3
+    assert min(small.chunks, 3) == min(chunks, 3)
 
 
 @pytest.mark.parametrize("ep", [1, 8])

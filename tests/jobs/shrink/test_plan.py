@@ -100,8 +100,9 @@ def test_a_middle_stage():
         assert (job.axes.tp, job.axes.pp, job.axes.ranks) == (2, stages, 2 * stages)
     assert [job.axes.pp for job in shrunk().jobs] == [2, 4, 1]
     interleaved = "--num-virtual-stages-per-pipeline-rank 4 --num-layers 32"
-    (job,) = shrunk(f"--pipeline-model-parallel-size 8 {interleaved}", 8).jobs
-    assert (job.axes.pp, job.axes.chunks) == (3, 3)
+    for stages, kept in ((8, (4, 3)), (4, (3, 3)), (3, (3, 4))):
+        (job,) = shrunk(f"--pipeline-model-parallel-size {stages} {interleaved}", stages).jobs
+        assert (job.axes.pp, job.axes.chunks) == kept
     assert shrunk(most=2 * 3 * 2).jobs[0].axes.pp == 3
 
 

@@ -55,7 +55,7 @@ PIPELINE = "--pipeline-model-parallel-size 8"
 --pipeline-model-parallel-size 8 --num-layers 32 --num-layers-per-virtual-pipeline-stage 4
     num_layers=6, num_layers_per_virtual_pipeline_stage=2
 --pipeline-model-parallel-size 8 --num-layers 32 --num-layers-per-virtual-pipeline-stage 1
-    num_layers=9, num_layers_per_virtual_pipeline_stage=1
+    num_layers=12, num_layers_per_virtual_pipeline_stage=1
 --pipeline-model-parallel-size 8 --num-layers 62 --account-for-embedding-in-pipeline-split
 --account-for-loss-in-pipeline-split
     num_layers=4
@@ -66,7 +66,7 @@ PIPELINE = "--pipeline-model-parallel-size 8"
     num_layers=6, decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=1
 --pipeline-model-parallel-size 8 --num-layers 61
 --pipeline-model-parallel-layout Et*3|(tt|)*29m|L --mtp-num-layers 1
-    num_layers=8, pipeline_model_parallel_layout=Ett|t|t|t|t|t|t|m|L, mtp_num_layers=1
+    num_layers=11, pipeline_model_parallel_layout=Ett|t|t|t|t|t|t|t|t|t|m|L, mtp_num_layers=1
 --num-layers 61 --moe-layer-freq ([0]*3+[1]*58)
     num_layers=2, moe_layer_freq=([0]*1+[1]*1)
 --num-layers 48 --linear-attention-freq 4
@@ -89,7 +89,7 @@ PIPELINE = "--pipeline-model-parallel-size 8"
     dsa_indexer_skip_topk_offset=2
 --pipeline-model-parallel-size 8 --num-layers 32 --num-layers-per-virtual-pipeline-stage 1
 --dsa-indexer-topk-freq 2
-    num_layers=9, num_layers_per_virtual_pipeline_stage=1
+    num_layers=12, num_layers_per_virtual_pipeline_stage=1
 --num-layers 48 --first-last-layers-bf16 --num-layers-at-start-in-bf16 0
 --num-layers-at-end-in-bf16 14
     num_layers=2, num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=1
