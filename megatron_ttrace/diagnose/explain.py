@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from megatron_ttrace.compare import initial
 from megatron_ttrace.compare.measured import Problem
@@ -63,8 +63,19 @@ _log = logging.getLogger(__name__)
 class Explainer:
     """Explains failed tensors, each once; what explains a tensor is tried first in other layers."""
 
-    def __init__(self, traces: Traces, ledger: Ledger, counted: Mapping[TraceKey, Finding]) -> None:
-        """``counted``: what was found out about elements that are counted, and about updates."""
+    def __init__(
+        self,
+        traces: Traces,
+        ledger: Ledger,
+        counted: Mapping[TraceKey, Finding],
+        trained: Container[str] = (),
+    ) -> None:
+        """Prepare.
+
+        ``counted``: what was found out about elements that are counted, and about updates;
+        ``trained``: names of parameters that require a gradient on some rank.
+        """
+        self._trained = trained
         self._traces = traces
         self._ledger = ledger
         self._counted = counted
@@ -113,6 +124,7 @@ class Explainer:
         update = dataclasses.replace(key, kind=Kind.PARAM_DELTA, index=0)
         if verdict.verdict is Outcome.MISSING and verdict.kind is Kind.MAIN_GRAD:
             is_frozen = update in self._traces.reference and not any(self._traces.of(update))
+            is_frozen = is_frozen and key.name not in self._trained
             return Explanation(Finding(Cause.FROZEN) if is_frozen else None)
         if verdict.verdict in (Outcome.MISSING, Outcome.EXTRA):
             expected = [other.name for other in self._traces.reference if start.is_start(other)]

@@ -86,7 +86,8 @@ class Suspects:
         self.few = outcomes.share(verdict.kind) < FEW
         # The gradients of the module's parameters fail, too.
         self._is_repeated = outcomes.is_repeated
-        self._are_given = len({n.rpartition(".")[0] for n in outcomes.names(Kind.INITIAL)}) > 1
+        drawn = () if verdict.verdict is Outcome.NONFINITE else outcomes.names(Kind.INITIAL)
+        self._are_given = len({name.rpartition(".")[0] for name in drawn}) > 1
         self._whole, self._right = outcomes.failed(Kind.MAIN_GRAD, verdict.name), outcomes.losses()
         self._owner = self.module = module_of(verdict.name)
         if verdict.kind in OF_PARAMETERS:
@@ -270,20 +271,19 @@ class Suspects:
             self._part(Phase.SCRIPT, 1.0)
 
     def _input_gradient(self) -> None:
-        # The share of a loss is computed in the forward pass.
-        of_loss = isinstance(self._finding, LossShare)
-        # If parameters have wrong gradients too, the error is older than the module's input.
-        forward = of_loss or (self._whole and self._finding is None)
-        if isinstance(self._finding, LossShare) and self._right:
-            self._share(self._finding)
+        finding = self._finding
+        if isinstance(finding, LossShare) and self._right:
+            self._share(finding)
             return
+        # Shares of losses are computed in the forward pass; wrong main gradients are older.
+        forward = isinstance(finding, LossShare) or (self._whole and finding is None)
         self._ran(self.module, _B, 0.6 if forward else 0.8)
         self._differentiated(self.module, 0.6 if forward else 1.0)
         self._ran(self.module, _F, 1.0 if forward else 0.6)
         # A wrong scale makes a wrong share, which would have been found.
-        self._set_for(self.module, 0.9 if self._finding else 0.3)
+        self._set_for(self.module, 0.9 if finding else 0.3)
         # It is computed from what was recomputed, if anything was.
-        self._named({"checkpoint"}, 1.0 * (self._finding is None), (_F, _B))
+        self._named({"checkpoint"}, 1.0 * (finding is None), (_F, _B))
 
     def _share(self, finding: LossShare) -> None:
         """What computes a loss beside the module's output, and what scales its gradient."""
@@ -311,7 +311,6 @@ class Suspects:
         is_partial = self.few and self._cause is Cause.PARTIAL
         is_unknown = is_partial and not self._sources.calls.marks.get(pattern(self._verdict.name))
         self._part(_G, (0.4 if is_unknown else 0.6) if self.few else 1.0, 0.6)
-        # Optimizers lay out the buffers of gradients.
         self._part(Phase.OPTIMIZER, 0.0, 0.6 if self.few else 0.3)
         self._ran(self._owner, _B, 1.0 if self.few else 0.7)
         self._ran(self._owner, _F, 1.0 if is_unknown else 0.3)
@@ -473,8 +472,10 @@ class Suspects:
             self._take(code.below(number, (name, _B)), weight)
             self._take(code.below(twin, (name, _F)), weight * 0.8)
             self._take(code.callers(twin, (name, _F)), weight * 0.7)
-            for user in () if self._finding else code.users(number, [(name, _F)]):
-                self._take([user], weight)  # what serves many modules is less likely wrong
+            # What serves many modules is less likely wrong than what uses it.
+            places = [(name, _F)] if len({at for at, _ in code.contexts[number]}) > 1 else []
+            for user in code.users(number, places) if places and not self._finding else ():
+                self._take([user], weight)
                 self.add(user, Clue.USES, 0.8)
 
     def _autograd(self, module: str) -> Iterator[tuple[int, int]]:
@@ -486,13 +487,11 @@ class Suspects:
     def _set_for(self, module: str, weight: float) -> None:
         """What sets something in a class whose backward ran in a module, as a loss's scale."""
         name, code = pattern(module), self._code
-        heads = {
-            (function.file, function.name.removesuffix("backward"))
-            for number in self._ran_in(module, _B)
-            if (function := code.functions[number]).name.endswith(".backward")
-        }
+        backward = [code.functions[number] for number, _ in self._autograd(module)]
+        heads = {(function.file, function.name.rpartition(".")[0]) for function in backward}
         for number, function in enumerate(code.functions):
-            if (function.file, function.name[: function.name.rfind(".") + 1]) in heads:
+            head, _, method = function.name.rpartition(".")
+            if (function.file, head) in heads and method not in ("forward", "backward"):
                 elsewhere = [context for context in code.contexts[number] if context[0] != name]
                 self._take([number] if elsewhere else (), weight * _DEEPER)
                 for caller in (c for context in elsewhere for c in code.callers(number, context)):

@@ -37,6 +37,8 @@ from megatron_ttrace.trace.executed import Edit
 from megatron_ttrace.trace.states import SCHEDULER
 
 _OWN = str(Path(__file__).parents[1]) + os.sep
+_LAUNCH = str(Path(__file__).resolve().parents[2] / "launch") + os.sep
+"""In a checkout of this package: Megatron-LM's own script, patched."""
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _PROGRAMS = sysconfig.get_path("scripts") + os.sep
@@ -248,7 +250,7 @@ def function_of(code: CodeType) -> Function:
         line=code.co_firstlineno,
         name=code.co_qualname.replace(".<locals>", ""),
         part=part_of(code.co_filename),
-        own=of_script(code.co_filename) and not code.co_filename.startswith(_checkout()),
+        own=of_script(code.co_filename) and not code.co_filename.startswith((_checkout(), _LAUNCH)),
         size=len(instructions),
         scales=not _PRODUCTS.isdisjoint(zip(operations, operands, strict=True))
         or not _SCALING.isdisjoint("_".join(code.co_names).split("_")),

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -134,7 +135,9 @@ def conclude(
         if holding.measured.key in failed or start.is_start(holding.measured.key)
     )
     traces = Traces.read(reference, candidate, tolerances, by_rank(of_interest))
-    explainer = Explainer(traces, ledger, coverage.findings)
+    steps = itertools.chain.from_iterable(counts.values())
+    trained = {step.parts[number].name for step in steps for number in step.held}
+    explainer = Explainer(traces, ledger, coverage.findings, trained)
     stages = start.stages_of(traces.started, traces.meshes)
     verdicts = start.without_consequences(start.claims(verdicts, stages))
     explain: Callable[[Judged], Explanation] = (

@@ -245,6 +245,8 @@ def test_a_parameter_that_only_the_candidate_freezes(tmp_path: Path, is_updated:
     verdict = failed(dataclasses.replace(keys()[0], kind=Kind.MAIN_GRAD), Outcome.MISSING)
     if not is_updated:
         explainer._traces = dataclasses.replace(explainer._traces, measured={})
+    other = Explainer(explainer._traces, Ledger(), {}, {verdict.name})
+    assert other.explain(verdict).finding is None  # it is trained, by no rank's optimizer
     assert explainer.explain(verdict).finding == (None if is_updated else Finding(Cause.FROZEN))
 
 

@@ -14,7 +14,7 @@ from megatron_ttrace.diagnose.anchors import anchor_of
 from megatron_ttrace.diagnose.code import Code
 from megatron_ttrace.diagnose.places import Places
 from megatron_ttrace.diagnose.suspects import Suspects
-from megatron_ttrace.trace.collectives import Ledger, pattern
+from megatron_ttrace.trace.collectives import FunctionCall, Ledger, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import (
     Cause,
@@ -174,12 +174,13 @@ def test_the_likelier_of_two(
 
 @pytest.mark.parametrize(("modules", "given"), [(1, set()), (2, {"Config.__post_init__"})])
 def test_what_draws_initial_values(modules: int, given: set[str]) -> None:
-    """If those of several modules are wrong, something that all of them were given."""
+    """If those of several modules are wrong, something that all were given; or nothing did."""
     failing = [WEIGHT, f"{NORM}.weight"][:modules]
     clues = suspects(wrong(Kind.INITIAL), failing=failing).clues
     assert {NAMES[n] for n, known in clues.items() if Clue.SETS in known} == given
-    clues = suspects(wrong(Kind.PARAM), failing=failing).clues
-    assert not any(Clue.SETS in known for known in clues.values())
+    for nothing in (wrong(Kind.PARAM), wrong(Kind.INITIAL, outcome=Outcome.NONFINITE)):
+        clues = suspects(nothing, failing=failing).clues
+        assert not any(Clue.SETS in known for known in clues.values())
 
 
 def test_gradients_where_the_outputs_are_right() -> None:
@@ -200,6 +201,19 @@ def test_what_passes_an_input() -> None:
 def test_what_sets_a_scale() -> None:
     """The caller of another function of the class whose backward ran."""
     clues = suspects(wrong(Kind.GRAD_INPUT, LINEAR)).clues
+    assert [NAMES[n] for n, known in clues.items() if Clue.SETS in known] == ["run"]
+
+
+def test_backward_sets_nothing() -> None:
+    """That a class's backward also ran in another module says nothing about what calls it."""
+    known = record()
+    calls = known.sources.calls
+    elsewhere = FunctionCall(
+        NAMES.index("Product.backward"), NAMES.index("step"), pattern(NORM), Phase.BACKWARD
+    )
+    calls = dataclasses.replace(calls, calls=(*calls.calls, elsewhere))
+    known = dataclasses.replace(known, sources=dataclasses.replace(known.sources, calls=calls))
+    clues = suspects(wrong(Kind.GRAD_INPUT, LINEAR), ledger=known).clues
     assert [NAMES[n] for n, known in clues.items() if Clue.SETS in known] == ["run"]
 
 
@@ -435,10 +449,16 @@ def test_a_loop_that_reduces_gradients_itself(finalize: str, weight: float) -> N
 
 @pytest.mark.parametrize("is_silent", [True, False])
 @pytest.mark.parametrize("is_apart", [True, False])
-def test_what_uses_an_autograd_function(is_apart: bool, is_silent: bool) -> None:
-    """What calls it from another file may use the wrong one: if it is silent, whatever is known."""
+@pytest.mark.parametrize("serves", [True, False])
+def test_what_uses_an_autograd_function(serves: bool, is_apart: bool, is_silent: bool) -> None:
+    """What calls one that serves other modules too, from another file, may use the wrong one.
+
+    If it is silent, whatever is known.
+    """
     known = record()
     calls = known.sources.calls
+    elsewhere = FunctionCall(NAMES.index("Product.backward"), -1, pattern(NORM), Phase.BACKWARD)
+    calls = dataclasses.replace(calls, calls=(*calls.calls, *[elsewhere] * serves))
     functions = tuple(
         dataclasses.replace(f, file="n.py") if is_apart and "Product" in f.name else f
         for f in calls.functions
@@ -451,4 +471,4 @@ def test_what_uses_an_autograd_function(is_apart: bool, is_silent: bool) -> None
         found.is_silent(NAMES.index("Product.backward"))
     clue = Clue.CALLS if is_silent else Clue.USES
     users = {NAMES[number] for number, clues in found.clues.items() if clue in clues}
-    assert users == ({"Linear.forward"} if is_apart else set())
+    assert users == ({"Linear.forward"} if is_apart and (serves or is_silent) else set())

@@ -64,6 +64,9 @@ def test_the_users_code_that_replaces_megatrons(monkeypatch: pytest.MonkeyPatch)
         of_script = [code for code in codes if sources.of_script(code.co_filename)]
         assert [code.co_qualname for code in of_script] == names
         assert [sources.function_of(code).own for code in of_script] == [True] * len(names)
+    # Megatron-LM's own script is not the user's, wherever it is.
+    launched = compile("", str(Path(sources.__file__).parents[2] / "launch" / "train.py"), "exec")
+    assert not sources.function_of(launched).own
     sources.of_script.cache_clear()
     inner = (lambda: None).__code__
     name = "test_the_users_code_that_replaces_megatrons"
