@@ -19,6 +19,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -81,15 +82,16 @@ def address() -> Path:
             stdin=subprocess.DEVNULL,
         )
         listening.close()
-        atexit.register(_end, server)
+        atexit.register(_end, server, home)
         _address = path
     return _address
 
 
-def _end(server: subprocess.Popen[bytes]) -> None:
+def _end(server: subprocess.Popen[bytes], home: str) -> None:
     """End it and wait for it: only then what its programs used counts as used by this process."""
     server.kill()
     server.wait()
+    shutil.rmtree(home, ignore_errors=True)
 
 
 def _order(
