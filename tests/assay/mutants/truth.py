@@ -115,8 +115,8 @@ _SHIFTED = {
 
 IMPLIED: dict[str, set[Cause]] = {
     # Without a reduction, _UNSUMMED; without a gather or an exchange, a rank's own part is where
-    # another's belongs, or stays as it was in an earlier step.
-    "drop-collective": {*_UNSUMMED, *_MISPLACED, C.OTHER_TIME},
+    # another's belongs, or stays as it was in an earlier step: weights are not gathered.
+    "drop-collective": {*_UNSUMMED, *_MISPLACED, C.OTHER_TIME, C.NOT_GATHERED},
     # Equal summands are added once more.
     "double-collective": {*_FACTOR, C.WEIGHTS, C.COUNTED_TWICE},
     # Summed over wrong ranks: the right sum is lost, and another is made.
