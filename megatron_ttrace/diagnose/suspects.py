@@ -473,7 +473,7 @@ class Suspects:
             self._take(code.below(twin, (name, _F)), weight * 0.8)
             self._take(code.callers(twin, (name, _F)), weight * 0.7)
             # What serves many modules is less likely wrong than what uses it.
-            places = [(name, _F)] if len({at for at, _ in code.contexts[number]}) > 1 else []
+            places = [(name, _F)] if len({at for at, _ in code.contexts[number] if at}) > 1 else []
             for user in code.users(number, places) if places and not self._finding else ():
                 self._take([user], weight)
                 self.add(user, Clue.USES, 0.8)
