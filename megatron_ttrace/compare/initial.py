@@ -27,7 +27,9 @@ LIMIT = 36.0
 """Square of the number of standard errors that pass."""
 
 FEW = 8
-"""Fewer random numbers are not judged: in bf16 four of them may well be equal by chance."""
+"""Of fewer random numbers no distribution is judged."""
+_CHANCE = 32
+"""Fewer random bits may well be equal by chance."""
 
 _SAME = 1e-6
 """Sums over the same numbers in another order differ by less."""
@@ -64,10 +66,12 @@ class _Part:
 class _Twin:
     """A part that is bitwise equal to another; ``is_near``: to one of the same weight.
 
-    ``one_state``: the ranks that hold the two had the same random state after drawing them.
+    ``is_own``: of the same parameter; ``one_state``: the ranks that hold the two had the same
+    random state after drawing them.
     """
 
     is_near: bool
+    is_own: bool
     one_state: bool
     note: Note
 
@@ -168,11 +172,17 @@ def _judge(
     if conflicts := conflicting((h.rank, h.tensor.region, h.moments.checksum) for h in full):
         differing = [_Part.of(holder) for holder in holders if holder.rank in conflicts]
         return _conflict(reference, conflicts, differing)
-    equal = {region: twins[key, region] for region in parts if (key, region) in twins}
     finding = _compare(reference, parts)
     if finding.outcome is Outcome.DIVERGED:
         return finding
-    if _displaced(sum((part.own for part in parts.values()), Moments()), reference, expected[0]):
+    total = sum((part.own for part in parts.values()), Moments())
+    is_given = _are_same(total, reference)
+    equal = {
+        region: twin
+        for region in parts
+        if (twin := twins.get((key, region))) and not (is_given and twin.is_own)
+    }
+    if is_given and _displaced(total, reference, expected[0]):
         return _Finding(Outcome.DIVERGED, Note(Remark.DISPLACED))
     if near := [region for region, twin in equal.items() if twin.is_near]:
         ranks = sorted(rank for region in near for rank in parts[region].ranks)
@@ -236,16 +246,30 @@ def _related(*samples: Moments) -> bool:
     )
 
 
+def _are_same(own: Moments, reference: Moments) -> bool:
+    """Whether the numbers are the reference's, thus not drawn by this layout."""
+    size, limit = _size(reference), reference.n * _EXACT
+    sums = ("least", 0.0), ("most", 0.0), ("sum", size), ("squares", size**2)
+    return all(abs(getattr(own, at) - getattr(reference, at)) <= of * limit for at, of in sums)
+
+
 def _displaced(own: Moments, reference: Moments, shape: tuple[int, ...]) -> bool:
-    """Whether the numbers are the reference's, thus not drawn by this layout, in other places."""
+    """Whether the same numbers are in other places."""
     if not (own.places and reference.places):
         return False
-    size = math.sqrt(reference.squares / reference.n)
-    sums = ("least", 0.0), ("most", 0.0), ("sum", size), ("squares", size**2)
-    limit = reference.n * _EXACT
-    same = all(abs(getattr(own, at) - getattr(reference, at)) <= of * limit for at, of in sums)
     weights = sum(dim * length for dim, length in enumerate(shape, 1))
-    return same and abs(own.places - reference.places) > size * weights * limit
+    limit = reference.n * _EXACT * _size(reference)
+    return abs(own.places - reference.places) > weights * limit
+
+
+def _size(moments: Moments) -> float:
+    return math.sqrt(moments.squares / moments.n)
+
+
+def _bits(moments: Moments) -> int:
+    """At least how many random bits there are: bf16 has eight for each number."""
+    rounded = ((256 * math.frexp(end)[0]).is_integer() for end in (moments.least, moments.most))
+    return moments.n * (8 if all(rounded) else 23)
 
 
 def _limit(tests: int) -> float:
@@ -256,7 +280,8 @@ def _limit(tests: int) -> float:
 def _compare(reference: Moments, parts: Parts) -> _Finding:
     """Compare the whole and each part alone: one wrong part of many hardly changes the whole."""
     total = sum((part.own for part in parts.values()), Moments())
-    if reference.n < FEW and not reference.is_constant:
+    lost = total.is_constant and _bits(total) > _CHANCE
+    if reference.n < FEW and not (reference.is_constant or lost):
         return _unchecked(Note(Remark.FEW_VALUES, limit=FEW))
     if reference.is_constant or total.is_constant:
         return _constant(reference, total, parts)
@@ -323,7 +348,7 @@ def _twins(parts: Mapping[TraceKey, Parts], expected: Mapping[TraceKey, Expected
     for key, mine in parts.items():
         for region, part in mine.items():
             own = part.own
-            if own.n >= FEW and not own.is_constant and not own.nonfinite:
+            if not (own.is_constant or own.nonfinite) and _bits(own) >= _CHANCE:
                 alike.setdefault((own.n, own.checksum), {})[key, region] = part.ranks[0]
     twins = {}
     for equal in alike.values():
@@ -341,11 +366,12 @@ def _twins(parts: Mapping[TraceKey, Parts], expected: Mapping[TraceKey, Expected
                 ),
                 key=operator.itemgetter(0),
             )
-            text = "another part of it" if other == where[0] else other.name
+            is_own = other == where[0]
+            text = "another part of it" if is_own else other.name
             states = {parts[key][region].own.state for key, region in (where, (other, there))}
             one_state = rank != at and len(states) == 1 and 0 not in states
             note = Note(Remark.SAME_START, ranks=(rank, at), text=text)
-            twins[where] = _Twin(near, one_state, note)
+            twins[where] = _Twin(near, is_own, one_state, note)
     return twins
 
 

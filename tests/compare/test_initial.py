@@ -216,6 +216,7 @@ def cases():
     """Expected, holders; outcome, cause, remark and ranks."""
     for value in (0.0, 0.5):
         yield REFERENCE, copies(torch.full(SHAPE, value)), WRONG, Remark.LOST, (0,)
+    yield reference_of(drawn(1, 7)), copies(torch.zeros(7)), WRONG, Remark.LOST, (0,)
     yield REFERENCE, shards(HALF, torch.zeros(32, 64)), WRONG, Remark.DISTRIBUTION, (1,)
     many = [drawn(10 + part, 64, 64, std=0.03 if part == 9 else 0.02) for part in range(16)]
     large = 16 * 64, 64
@@ -271,8 +272,7 @@ def cases():
     halves = shards(HALF, drawn(3, 32, 64))
     yield REFERENCE, halves[:1], UNKNOWN, Remark.OVERLAP, (0,)
     yield REFERENCE, [*halves, held(2, OTHER)], UNKNOWN, Remark.OVERLAP, (0, 1, 2)
-    for data in (drawn(2, 7), torch.zeros(7)):
-        yield reference_of(drawn(1, 7)), copies(data), UNKNOWN, Remark.FEW_VALUES, (0,)
+    yield reference_of(drawn(1, 7)), copies(drawn(2, 7)), UNKNOWN, Remark.FEW_VALUES, (0,)
     yield reference_of(drawn(1, 1)), copies(drawn(2, 1)), UNKNOWN, Remark.ONE_VALUE, (0,)
 
 
@@ -292,6 +292,30 @@ def test_outcomes(expected, holders, outcome, remark, ranks):
         )
     if remark is Remark.SAME_START:
         assert verdict.notes == (Note(remark, ranks=(0, 1), text="another part of it"),)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "fails"),
+    [
+        (2, torch.float32, True),
+        (4, torch.bfloat16, True),
+        (2, torch.bfloat16, False),
+        (1, torch.bfloat16, False),
+    ],
+)
+def test_few_numbers_on_every_rank(heads, dtype, fails):
+    """Of a number for each head, or its rank's number: equal by chance only if they are rounded."""
+    own, expected = drawn(2, heads, dtype=dtype), reference_of(drawn(1, 2 * heads, dtype=dtype))
+    equal, apart = (shards(own, each, shape=(2 * heads,)) for each in (own, drawn(3, heads)))
+    assert verdict_of(expected, *equal).verdict.is_failure == fails
+    assert not verdict_of(expected, *apart).verdict.is_failure
+
+
+def test_equal_parts_that_are_the_references():
+    """Decays that only differ along a row are given, not drawn."""
+    decays = torch.arange(1.0, 9).log().repeat(8, 1)
+    verdict = verdict_of(reference_of(decays), *shards(*decays.chunk(2), shape=(8, 8)))
+    assert (verdict.verdict, verdict.notes) == (Outcome.PASS, ())
 
 
 @pytest.mark.parametrize("leaf", ["local_experts.{}.linear_fc1.weight", "linear_fc1.weight{}"])
