@@ -11,6 +11,7 @@ within experts: which tokens a rank's experts get depends on the layout.
 """
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -57,7 +58,7 @@ class _Call:
 
 
 class DropoutTap:
-    """Follows the calls of ``torch.nn.functional.dropout`` in the modules of a rank."""
+    """Follows the calls of PyTorch's dropout, whatever its name, in the modules of a rank."""
 
     def __init__(
         self,
@@ -99,19 +100,16 @@ class DropoutTap:
     @contextmanager
     def active(self, attempt: Callable[..., Any]) -> Iterator[None]:
         """Follow what runs in this context; ``attempt`` runs what must not raise."""
-        functional = torch.nn.functional
-        dropout = functional.dropout
 
         def followed(
-            input: torch.Tensor,
-            p: float = 0.5,
-            training: bool = True,
-            inplace: bool = False,
+            kernel: Callable[..., torch.Tensor], input: torch.Tensor, p: float, train: bool
         ) -> torch.Tensor:
             probability = p.was if isinstance(p, quiet.Off) else float(p)
-            if training and probability and self._running:
+            if train and probability and self._running:
                 attempt(self._draws, input, probability)
-            return dropout(input, p, training, inplace)
+            return kernel(input, p, train)
+
+        kernels = [(o, n, functools.partial(followed, getattr(o, n))) for o, n in quiet.KERNELS]
 
         with ExitStack() as kept:
             if self._follows:
@@ -119,7 +117,7 @@ class DropoutTap:
                 kept.callback(before.remove)
                 after = hooks.register_module_forward_hook(self._leaves, always_call=True)
                 kept.callback(after.remove)
-                kept.enter_context(replaced([(functional, "dropout", followed)]))
+                kept.enter_context(replaced(kernels))
             yield
             attempt(self._ends)
 

@@ -23,6 +23,12 @@ _DROPOUT_ATTRIBUTES = ("hidden_dropout", "attention_dropout", "attention_dropout
 _DROPOUTS = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split()
 """Functions of ``torch.nn.functional``, ..."""
 _KERNELS = "dropout alpha_dropout feature_dropout feature_alpha_dropout".split()
+KERNELS: list[tuple[Any, str]] = [
+    (owner, f"{name}{place}")
+    for owner in (torch, torch._VF)
+    for name in _KERNELS
+    for place in ("", "_")
+]
 """... and what they call, as a module does that imported one of them by its own name."""
 
 _RANDOM_ROUTING = {
@@ -147,8 +153,7 @@ def without_dropout(
     functional: Any = torch.nn.functional
     named: list[tuple[Any, str, Callable[..., Any]]]
     named = [(functional, name, switched_off) for name in _DROPOUTS]
-    names = [*_KERNELS, *(f"{name}_" for name in _KERNELS)]
-    named += [(owner, name, switched_off) for owner in (torch, torch._VF) for name in names]
+    named += [(owner, name, switched_off) for owner, name in KERNELS]
     named.append((functional, "scaled_dot_product_attention", without))
     off_too = [(o, n, functools.partial(f, getattr(o, n))) for o, n, f in named]
     return replaced([*values, *off_too])

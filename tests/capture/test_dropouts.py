@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.functional import dropout as imported
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ttrace.capture import dropouts
@@ -202,11 +203,22 @@ def test_what_is_not_followed() -> None:
     assert not followed(without, without)
 
 
-def test_a_probability_that_no_module_has() -> None:
-    """A fork's function computes it, maybe from the number of ranks."""
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda x: F.dropout(x, 0.125),
+        lambda x: F.dropout(x, 0.125, inplace=True),
+        lambda x: imported(x, 0.125),
+        lambda x: torch.dropout(x, p=0.125, train=True),
+        lambda x: F.dropout1d(x, 0.125),
+        lambda x: F.alpha_dropout(x, 0.125, True),
+    ],
+)
+def test_a_probability_that_no_module_has(drop: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A fork's function computes it, maybe from the number of ranks, and calls any function."""
     layer = Layer(NO_STATE)
     layer.hidden_dropout = layer.inner.p = 0.0
-    layer.inner.forward = lambda x: F.dropout(x, 0.125)  # type: ignore[method-assign]
+    layer.inner.forward = lambda x: drop(1 * x)  # type: ignore[method-assign]
     found = followed(layer, layer)
     assert found[at("layer.inner", DropoutIndex.PROBABILITY)] == 0.125
     assert len(found) == len(DropoutIndex)
