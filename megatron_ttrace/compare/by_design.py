@@ -26,7 +26,8 @@ tensor- and context-parallel ranks is the reference's. What is computed from it 
 its gradient becomes.
 
 Gradients of activations are *scaled* if all of an iteration have one factor on all ranks, beside
-what is expected, and main gradients pass: a job may scale its loss, and the sum over ranks back.
+what is expected, and main gradients pass, where it would be evident: a job may scale its loss, and
+the sum over ranks back.
 
 A main gradient is *added up later*, in the optimizer's step, if its first moment is right, where
 its error would be evident, and so are the update and the norm: clipping hides a factor of all.
@@ -289,13 +290,14 @@ class _Scaled:
 
     def _factor_of(self, iteration: int) -> float | None:
         of = [v for v in self._run.verdicts if v.iteration == iteration]
-        reduced = {v.verdict for v in of if v.kind is Kind.MAIN_GRAD}
+        reduced = [v for v in of if v.kind is Kind.MAIN_GRAD]
+        outcomes = {v.verdict for v in reduced}
         gradients = [v for v in of if v.kind in _VALUE and v.verdict is not Outcome.UNCHECKED]
         holders = [held for v in gradients for held in self._run.holders[v.key]]
         [*sums] = (sums for v in gradients for sums in self._run.sums(v.key))
         size = sum(each.reference for each in sums)
         if (
-            not {Outcome.PASS} <= reduced <= {Outcome.PASS, Outcome.UNCHECKED}
+            not {Outcome.PASS} <= outcomes <= {Outcome.PASS, Outcome.UNCHECKED}
             or not {v.verdict for v in gradients} <= {Outcome.PASS, *WRONG}
             or len(sums) < len(holders)
             or any(held.measured.partial_over for held in holders)
@@ -303,8 +305,11 @@ class _Scaled:
         ):
             return None
         factor = sum(each.dot for each in sums) / size
+        of_key = self._run.tolerances.of
+        passed = (of_key(v.key).value for v in reduced if v.verdict is Outcome.PASS)
+        is_evident = abs(factor - 1.0) > EVIDENT * max(passed)
         is_alike = factor > 0 and all(self._error(v.key, factor).margin <= 1.0 for v in gradients)
-        return factor if is_alike else None
+        return factor if is_evident and is_alike else None
 
     def _error(self, key: TraceKey, factor: float) -> PartError:
         """The largest relative error of a rank's part, apart from the factor."""

@@ -115,7 +115,7 @@ class Partial:
         self._by_key = {v.key: v for v in run.verdicts}
         self._is_sound = functools.cache(self._has_no_fault)
         self._places: dict[_Place, list[Judged]] = defaultdict(list)
-        self._trained = [v.name for v in run.verdicts if v.kind is Kind.MAIN_GRAD]
+        self._trained = [v for v in run.verdicts if v.kind is Kind.MAIN_GRAD]
         flow = [v for v in run.verdicts if v.kind in FLOW]
         for v in flow:
             self._places[v.iteration, v.microbatch, v.kind, module_of(v.name)].append(v)
@@ -125,9 +125,13 @@ class Partial:
 
     def instead(self, failure: Judged) -> Judged | None:
         """The verdict on the sum of the ranks' values; ``None`` if a fault may be behind them."""
-        error = self._sums.get(failure.key)
-        if error is None or not (self._reaches_parameters(failure) or self._is_harmless(failure)):
+        error, reached = self._sums.get(failure.key), self._reached(failure)
+        if error is None or not (reached or self._is_harmless(failure)):
             return None
+        if reached and all(v.verdict is Outcome.UNCHECKED for v in reached):
+            reason, notes = reached[0].reason, reached[0].notes
+            unseen = Outcome.UNCHECKED
+            return dataclasses.replace(failure, verdict=unseen, reason=reason, notes=notes)
         placement = describe_partial(failure.placement, REDUCED_OVER)
         return self._run.right(failure, error, Note(Remark.PARTIAL, text=REDUCED_OVER), placement)
 
@@ -143,17 +147,20 @@ class Partial:
             and not (sums.nonfinite or sums.undefined)
         ]
         complete = len(parts) == len(holders) and sum(h.copies for h in holders) == self._ranks
-        if not complete or (tolerance.blind and not self._reaches_parameters(failure)):
+        if not complete or (tolerance.blind and not self._reached(failure)):
             return None
         worst = max(tolerance.error_of(sums) for _, sums in summed(parts))
         return worst if worst.margin <= 1.0 else None
 
-    def _reaches_parameters(self, failure: Judged) -> bool:
-        """Whether a gradient goes to parameters of its module, and nowhere else."""
+    def _reached(self, failure: Judged) -> list[Judged]:
+        """Main gradients of its module's parameters, if a gradient goes to these and nowhere else.
+
+        Where they are not judged, nothing shows whether the ranks' values are added up.
+        """
         module = module_of(failure.name)
         place = failure.iteration, failure.microbatch, Kind.GRAD_INPUT, module
         ends_there = failure.kind is Kind.GRAD_OUTPUT and place not in self._places
-        return ends_there and any(is_within(name, module) for name in self._trained)
+        return [v for v in self._trained if is_within(v.name, module)] if ends_there else []
 
     def _is_harmless(self, failure: Judged) -> bool:
         around = self._container(failure)

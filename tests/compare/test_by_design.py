@@ -226,6 +226,7 @@ GATHERED = reduction(Phase.FORWARD, Operation.ALL_GATHER)
     [
         (lambda _: None, Outcome.PASS),
         (blind(LEARNED), Outcome.UNCHECKED),
+        (blind(FACTOR), Outcome.UNCHECKED),
         (off(FACTOR, 0, 1.0), Outcome.PASS),
         (off(LEARNED, 0, 1.0), Outcome.REPLICA_CONFLICT),
     ],

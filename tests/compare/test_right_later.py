@@ -50,6 +50,18 @@ def test_gradients_with_one_factor(tmp_path, scales, outcome):
         assert changed.outcomes()[0][ENTERING].is_failure
 
 
+@pytest.mark.parametrize(("moved", "fails"), [(0.002, False), (0.01, True)])
+def test_a_factor_that_main_gradients_could_have_too(tmp_path, moved, fails):
+    """A loss that is divided by one token too few, where rounding hides that in a main gradient."""
+    mlp = World(tmp_path, MLP, 2, tp=2)
+    mlp.moved[FAR] = moved
+    for tensors in mlp.ranks:
+        tensors |= {
+            place: mlp.tensors[place] * 1.03 for place in (LEAVING, USED, GRADIENT, ENTERING)
+        }
+    assert mlp.outcomes()[0][ENTERING].is_failure == fails
+
+
 MOMENT, UPDATE = (step_level(kind, WEIGHT[2]) for kind in (Kind.EXP_AVG, Kind.PARAM_DELTA))
 GRAD_NORM = step_level(Kind.GRAD_NORM, "grad_norm")
 
