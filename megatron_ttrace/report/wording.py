@@ -405,6 +405,12 @@ def same_start_text(alike: Sequence[Judged]) -> str:
     return f"{len(alike)} parameters have the same initial values as another layer's: {first}"
 
 
+def excused_text(excused: Sequence[Judged]) -> str:
+    """The notice about tensors that pass for one reason though they differ."""
+    first = f"{excused[0].key}: {notes_text(excused[0].notes)}"
+    return f"tensors that differ and pass: {len(excused):,}, the first of them {first}"
+
+
 def repeated_text(first: TraceKey, moved: int) -> str:
     """The notice that the reference is not deterministic."""
     return (

@@ -10,7 +10,7 @@ import importlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -161,6 +161,7 @@ def conclude(
     sentences = [*notices]
     if alike := initial.alike(verdicts):
         sentences.append(wording.same_start_text(alike))
+    sentences += map(wording.excused_text, _excused(verdicts))
     sentences += [wording.not_judged_text(statistic, why) for statistic, why in coverage.not_judged]
     if moved := tolerances.repeated:
         sentences.append(wording.repeated_text(moved[0], len(moved)))
@@ -224,6 +225,13 @@ def _reasons(verdicts: Iterable[Judged]) -> list[tuple[Reason | None, int]]:
 
 def _are_blind(verdicts: Iterable[Judged]) -> bool:
     return [reason for reason, _ in _reasons(verdicts)[:1]] == [Reason.BLIND]
+
+
+def _excused(verdicts: Sequence[Judged]) -> Iterator[list[Judged]]:
+    """The passes that rest on other tensors, by the remark that says so."""
+    for remark in by_design.EXCUSES:
+        found = [v for v in verdicts if any(note.what is remark for note in v.notes)]
+        yield from [passes] if (passes := [v for v in found if v.verdict is Outcome.PASS]) else []
 
 
 def _is_isolable(verdicts: Iterable[Judged]) -> bool:

@@ -161,6 +161,16 @@ def test_without_any_evidence_no_share_is_enough(tmp_path: Path) -> None:
     assert "all of them are unchecked" in summary.notices[0]
 
 
+def test_what_passes_though_it_differs(tmp_path: Path) -> None:
+    """A notice says so: all gradients of activations are half as large, as of a scaled loss."""
+    gradient, main = TraceKey(1, 0, Kind.GRAD_OUTPUT, "a"), TraceKey(1, -1, Kind.MAIN_GRAD, "a.w")
+    half = dataclasses.replace(measured_of(gradient), sums=Sums(4, 1.0, 4.0, 1.0, 2.0))
+    summary, _ = conclusion(tmp_path, {gradient: 1e-6, main: 1e-6}, [half, measured_of(main)])
+    assert summary.verdict is Result.EQUIVALENT
+    [notice] = summary.notices
+    assert notice.startswith(f"tensors that differ and pass: 1, the first of them {gradient}: 0.5 ")
+
+
 @pytest.mark.parametrize(
     ("reference", "candidate", "result"),
     [
