@@ -19,13 +19,13 @@ from megatron_ttrace.compare.measured import Measured, fails
 from megatron_ttrace.compare.planning import Planner, RankLayout
 from megatron_ttrace.compare.routing import choice, left
 from megatron_ttrace.compare.substituter import Perturb, Substituter, makers_of
-from megatron_ttrace.compare.tolerance import Tolerances, epsilon
+from megatron_ttrace.compare.tolerance import SAFETY, Tolerances, epsilon
 from megatron_ttrace.placement.plan import Known, Placements
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Place, Routed
 from megatron_ttrace.trace.findings import Note, Remark
-from megatron_ttrace.trace.records import FLOW, Kind, RoutingIndex, TraceKey
+from megatron_ttrace.trace.records import FLOW, BufferIndex, Kind, RoutingIndex, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
 _DEFAULT = Budget()
@@ -350,11 +350,32 @@ class CompareSink:
         place, where the optimizer reads them.
         """
         key = TraceKey(self._iteration, *place)
-        self._compare(key, data, (tuple(logical_shape), placement))
+        settled = self._either_way(key, data)
+        self._compare(key, data if settled is None else settled, (tuple(logical_shape), placement))
         measured = self._by_key[key]
+        if settled is not None:
+            note = Note(Remark.AT_THE_MEAN, int((settled != data).sum()), len(data))
+            self._measured[-1] = self._by_key[key] = dataclasses.replace(measured, note=note)
         if self._gives(key.kind) and measured.sums is not None:
             self._substituter.fill(data.detach(), key, measured.boxes)
             data.detach().mul_(self._planner.factor(key))
+
+    def _either_way(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor | None:
+        """A router's bias after the step, as the reference's where either direction may be right.
+
+        It moves by the sign of what an expert's load is below the mean. Where tokens are counted in
+        16 bits, these are equal within rounding. ``None`` if that decides nothing.
+        """
+        loads = dataclasses.replace(key, index=BufferIndex.LOADS)
+        is_bias = key.kind is Kind.BUFFER and key.index == BufferIndex.AFTER
+        if not (is_bias and key in self._reference and loads in self._reference):
+            return None
+        load, theirs = self._reference.data(loads), self._reference.data(key).to(data.device)
+        if load.itemsize > 2 or theirs.shape != data.shape:
+            return None
+        even = (load.double() - 1.0).abs() <= SAFETY * epsilon(load.dtype) / 2
+        mixed = torch.where(even.to(data.device), theirs, data)
+        return None if torch.equal(mixed, data) else mixed
 
     def _gives(self, kind: Kind) -> bool:
         """Whether the optimizer gets the reference's main gradients."""

@@ -72,6 +72,7 @@ class Remark(StrEnum):
     REPLICAS_ROUNDED = "replicas_rounded"
     ROUTED = "routed"
     DROPPED = "dropped"
+    AT_THE_MEAN = "at_the_mean"
     SHAPE = "shape"
     DTYPE = "dtype"
     NOT_BITWISE = "not_bitwise"
@@ -327,8 +328,7 @@ class WrongOperand(Finding):
     module: str
 
 
-Span = tuple[int, int]
-"""First and last index."""
+Span = tuple[int, int]  # first and last index
 
 
 class InPart(Finding):

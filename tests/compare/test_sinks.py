@@ -404,3 +404,29 @@ def test_adams_first_step_where_its_sign_is_rounding(tmp_path, change, places, p
     seal(tmp_path / "candidate", {})
     saved = TraceReader(tmp_path / "candidate")
     assert bool(saved.ranks[0]) is not passes
+
+
+@pytest.mark.parametrize(
+    ("load", "dtype", "moved", "right"),
+    [
+        (1.0078125, torch.bfloat16, 0.001, True),
+        (0.9921875, torch.bfloat16, 0.001, True),
+        (1.0234375, torch.bfloat16, 0.001, False),
+        (1.0000010, torch.float32, 0.001, False),
+        (1.0, torch.float32, 0.001, False),
+    ],
+)
+def test_the_bias_of_an_expert_with_the_mean_load(tmp_path, load, dtype, moved, right):
+    """Where counts are rounded, it may move either way: they do not show the side of the mean."""
+    bias = torch.tensor([0.01, -0.02, 0.03])
+    places = [step_level(Kind.BUFFER, "layer.router.expert_bias", index) for index in (0, 1)]
+    tensors = {places[0]: bias, places[1]: torch.tensor([load, 0.5, 1.5], dtype=dtype)}
+    reference = reference_of(tmp_path / "reference", tensors)
+    for expert, is_right in ((0, right), (1, False)):
+        sink = CompareSink(reference, 1, layout())
+        other = bias.clone()
+        other[expert] += moved
+        sink.placed(places[0], other, other.shape, ())
+        [measured] = sink.measured
+        assert measured.is_equal == is_right
+        assert (measured.note == Note(Remark.AT_THE_MEAN, 1, 3)) == is_right
