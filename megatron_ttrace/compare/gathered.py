@@ -9,8 +9,8 @@ messages as small as the model and its batch, however many ranks there are:
   whole tensor, with the sums of the worst part.
 
 Neither changes a verdict. Tensors that fail on any rank, which all ranks know before, are not
-joined, so that the replicas of a part can be compared with each other; nor are updated weights,
-whose replicas must agree, unless ranks hold flat ranges (FSDP).
+joined, so that the replicas of a part can be compared with each other; nor is what an update
+leaves, whose replicas must agree, unless ranks hold flat ranges (ZeRO, FSDP).
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured, fails
-from megatron_ttrace.compare.tolerance import Tolerances, is_updated_weight
+from megatron_ttrace.compare.tolerance import Tolerances, is_updated
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.coverage import Coverage, coverage
 from megatron_ttrace.trace.records import Kind, TraceKey
@@ -101,7 +101,7 @@ def merge(
     for key, each in alike.items():
         once = [_once(measured, same) for measured, same in each.items()]
         apart = len(once) == 1 or key.kind in parted or number(key) in failed
-        apart = apart or (is_updated_weight(key) and not _are_flat(once))
+        apart = apart or (is_updated(key) and not _are_flat(once))
         whole = None if apart else _joined(key, once, tolerances, covered)
         merged += once if whole is None else [whole]
     return merged

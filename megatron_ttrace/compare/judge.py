@@ -13,7 +13,7 @@ from megatron_ttrace.compare.tolerance import (
     PartError,
     Tolerance,
     Tolerances,
-    is_updated_weight,
+    is_updated,
     margin_of,
 )
 from megatron_ttrace.trace.findings import Note, Remark
@@ -151,12 +151,12 @@ def _judge(
 
 
 def _must_agree(key: TraceKey, tolerances: Tolerances) -> bool:
-    """Whether copies of a tensor have the same bits: updated weights, of a deterministic update.
+    """Whether copies of a tensor have the same bits: what a deterministic update leaves.
 
     An update that is missing on some ranks is within the tolerance of the weight, if the learning
-    rate is low or the weight has 16 bits.
+    rate is low or the weight has 16 bits. These hide copies of main weights that drift apart.
     """
-    return is_updated_weight(key) and tolerances.is_repeated(key)
+    return is_updated(key) and tolerances.is_repeated(key)
 
 
 def _ranks(holdings: Iterable[Holding]) -> list[int]:

@@ -373,9 +373,9 @@ def is_exact(key: TraceKey) -> bool:
     return key.kind in (Kind.TOKENS, Kind.LOADED) or key.is_before
 
 
-def is_updated_weight(key: TraceKey) -> bool:
+def is_updated(key: TraceKey) -> bool:
     """Whether copies of the tensor are gathered, or computed from the same numbers."""
-    return key.kind is Kind.PARAM and not key.is_before
+    return key.kind in _OF_GRADIENT or (key.kind is Kind.PARAM and not key.is_before)
 
 
 def of_reference(reference: TraceReader) -> Tolerances:

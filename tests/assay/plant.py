@@ -193,7 +193,7 @@ class Field:
         if entry.sums or entry.partial_over:
             return False
         # Copies of an updated weight must be equal to the bit.
-        if tolerances_of.is_updated_weight(entry.key) and any(
+        if tolerances_of.is_updated(entry.key) and any(
             other.region == holders[0].region
             for holder, each in self._measured[entry.key].items()
             for other in each

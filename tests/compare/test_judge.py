@@ -84,16 +84,18 @@ def test_every_field():
     assert (missing.rel_err, missing.margin, missing.shape) == (None, None, SHAPE)
 
 
-def test_updated_copies_of_a_weight_have_the_same_bits():
-    """A weight that was never gathered is within the tolerance of a weight in bf16."""
-    stale = found(0.0, key=WEIGHT, checksum=1), found(1e-4, key=WEIGHT, checksum=2)
-    verdict = verdict_of(*stale, key=WEIGHT)
+@pytest.mark.parametrize("kind", [Kind.PARAM, Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ])
+def test_what_an_update_leaves_has_the_same_bits_in_all_copies(kind):
+    """A weight that was never gathered is within the tolerance in bf16, as is what hides in it."""
+    key = dataclasses.replace(WEIGHT, kind=kind)
+    stale = found(0.0, key=key, checksum=1), found(1e-4, key=key, checksum=2)
+    verdict = verdict_of(*stale, key=key)
     assert (verdict.verdict, verdict.ranks) == (Outcome.REPLICA_CONFLICT, (0, 1))
     assert verdict.notes == (Note(Remark.REPLICAS, ranks=(0, 1)),)
-    parts = found(0.0, TOP, key=WEIGHT, checksum=1), found(1e-4, BOTTOM, key=WEIGHT, checksum=2)
-    assert verdict_of(*parts, key=WEIGHT).verdict is Outcome.PASS
+    parts = found(0.0, TOP, key=key, checksum=1), found(1e-4, BOTTOM, key=key, checksum=2)
+    assert verdict_of(*parts, key=key).verdict is Outcome.PASS
     # On a GPU, where a step that is repeated moves the update, ranks may round differently.
-    assert verdict_of(*stale, key=WEIGHT, limits=Known(moving=(WEIGHT,))).verdict is Outcome.PASS
+    assert verdict_of(*stale, key=key, limits=Known(moving=(key,))).verdict is Outcome.PASS
 
 
 @pytest.mark.parametrize(("checksums", "outcome"), [((1, 1), "unchecked"), ((1, 2), "conflict")])
