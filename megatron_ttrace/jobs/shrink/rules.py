@@ -329,7 +329,7 @@ def length(case: Case) -> Iterator[Change]:
             yield from _sizes("the same ratio", yarn_original_max_position_embeddings=size)
     if flags.has("window_size"):
         ends = [end.strip("()") for end in flags.text("window_size").replace(",", " ").split()]
-        sizes = [end if int(end) <= 0 else str(max(1, short // 4 - 1)) for end in ends]
+        sizes = [str(max(1, short // 4 - 1)) if end.strip("0").isdigit() else end for end in ends]
         separate = "," in flags.text("window_size")
         values = (",".join(sizes),) if separate else tuple(sizes)
         yield Change("window_size", values, "a part of the sequence")
@@ -342,9 +342,10 @@ def batch(case: Case) -> Iterator[Change]:
     short = min(2, micro)
     yield from _sizes("one, or several sequences", micro_batch_size=short)
     steps = [step.partition(":") for step in flags.text("step_batch_size_schedule").split()]
-    batch = flags.integer("global_batch_size")
-    if steps:
-        batch = max(int(size) for _, _, size in steps if size.isdigit())
+    sizes = [int(size) for _, _, size in steps if size.isdigit()]
+    if len(sizes) < len(steps):
+        return  # Megatron says what is wrong
+    batch = max(sizes, default=flags.integer("global_batch_size"))
     before = batch // (micro * case.large.dp) if batch else 1
     count = _microbatches(case, before)
     size = short * small.dp * count

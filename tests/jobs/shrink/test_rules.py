@@ -332,6 +332,12 @@ def test_batches_that_grow():
     assert options["step_batch_size_schedule"] == ("0:6 200B:12",)
 
 
+def test_what_megatron_would_refuse():
+    """It says so itself, in the small job."""
+    assert "schedule" not in changes(rules.batch, "--step-batch-size-schedule 0:64,1000:256")
+    assert "window_size=a 15" in changes(rules.length, "--seq-length 4096 --window-size a 9")
+
+
 def test_groups_of_microbatches():
     """More than pipeline stages, if so before."""
     text = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2 --num-layers 32"
