@@ -327,7 +327,7 @@ class CompareSink:
         first = self._by_key.get(key)
         if first is None or first.sums is None or first.partial_over:
             return
-        if self._isolate or (self._tolerances is None and not self._keeper.is_early):
+        if self._tolerances is None and not self._keeper.is_early:
             return
         data = self._planner.oriented(key, data)
         for match in self._planner.plan(key, tuple(data.shape), known):
@@ -416,7 +416,7 @@ class CompareSink:
             sums, others = choice(routed, self._substituter.chosen(match, chosen))
             if is_first:
                 self._chose(match, sums, Remark.ROUTED, others, len(chosen))
-            elif not self._isolate:
+            else:
                 self._again.append(match.measured(sums, Note(Remark.RECOMPUTED)))
 
     def kept(

@@ -183,11 +183,16 @@ def test_a_repeated_name_is_not_measured_again(reference, tensors, monkeypatch):
     assert sink.measured[1] == dataclasses.replace(sink.measured[0], key=key(NEXT))
 
 
+@pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize("is_wrong", [False, True])
 @pytest.mark.parametrize("again", [0.0, 1.0])
-def test_what_is_recomputed_is_compared_too(reference, tensors, is_wrong, again):
-    """It stands for what was right before; an error of the forward pass is the earlier one."""
-    sink = CompareSink(reference, 1, layout(), tolerances=tolerances_of(reference))
+def test_what_is_recomputed_is_compared_too(reference, tensors, is_wrong, again, isolate):
+    """It stands for what was right before; an error of the forward pass is the earlier one.
+
+    Isolated modules, too, are recomputed from what the candidate has.
+    """
+    limits = tolerances_of(reference)
+    sink = CompareSink(reference, 1, layout(), tolerances=limits, isolate=isolate)
     sink.tensor((OUT,), tensors[OUT] + 2 * is_wrong)
     sink.again(OUT, tensors[OUT] + again, Remark.RECOMPUTED)
     sink.again(STRANGER, tensors[OUT], Remark.RECOMPUTED)
