@@ -101,15 +101,25 @@ class DropoutTap:
     def active(self, attempt: Callable[..., Any]) -> Iterator[None]:
         """Follow what runs in this context; ``attempt`` runs what must not raise."""
 
+        def drops(data: torch.Tensor, p: float, train: bool = True) -> None:
+            probability = p.was if isinstance(p, quiet.Off) else float(p)
+            if train and probability and self._running:
+                attempt(self._draws, data, probability)
+
         def followed(
             kernel: Callable[..., torch.Tensor], input: torch.Tensor, p: float, train: bool
         ) -> torch.Tensor:
-            probability = p.was if isinstance(p, quiet.Off) else float(p)
-            if train and probability and self._running:
-                attempt(self._draws, input, probability)
+            drops(input, p, train)
             return kernel(input, p, train)
 
+        def attends(attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            given = quiet.given_to_attention(*args, **kwargs).arguments
+            drops(given["query"], given.get("dropout_p", 0.0))
+            return attention(*args, **kwargs)
+
         kernels = [(o, n, functools.partial(followed, getattr(o, n))) for o, n in quiet.KERNELS]
+        owner, name = torch.nn.functional, "scaled_dot_product_attention"
+        kernels.append((owner, name, functools.partial(attends, getattr(owner, name))))
 
         with ExitStack() as kept:
             if self._follows:

@@ -140,7 +140,7 @@ def without_dropout(
         return dropout(input, p and instead(p), *args, **kwargs)
 
     def without(attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(_attention).bind(*args, **kwargs)
+        given = given_to_attention(*args, **kwargs)
         if given.arguments.get("dropout_p"):
             drops()
             given.arguments["dropout_p"] = 0.0
@@ -157,6 +157,11 @@ def without_dropout(
     named.append((functional, "scaled_dot_product_attention", without))
     off_too = [(o, n, functools.partial(f, getattr(o, n))) for o, n, f in named]
     return replaced([*values, *off_too])
+
+
+def given_to_attention(*args: Any, **kwargs: Any) -> inspect.BoundArguments:
+    """The arguments of PyTorch's attention by name."""
+    return inspect.signature(_attention).bind(*args, **kwargs)
 
 
 def _attention(

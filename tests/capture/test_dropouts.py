@@ -212,6 +212,7 @@ def test_what_is_not_followed() -> None:
         lambda x: torch.dropout(x, p=0.125, train=True),
         lambda x: F.dropout1d(x, 0.125),
         lambda x: F.alpha_dropout(x, 0.125, True),
+        lambda x: x + 0 * F.scaled_dot_product_attention(x, x, x, dropout_p=0.125),
     ],
 )
 def test_a_probability_that_no_module_has(drop: Callable[[torch.Tensor], torch.Tensor]) -> None:
