@@ -40,7 +40,7 @@ from megatron_ttrace.trace.captured import Separate
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted, decode
 from megatron_ttrace.trace.executed import ChangedCode
-from megatron_ttrace.trace.findings import Explanation
+from megatron_ttrace.trace.findings import Explanation, Remark
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.moments import Moments
 from megatron_ttrace.trace.outcomes import Reason
@@ -228,8 +228,8 @@ def _are_blind(verdicts: Iterable[Judged]) -> bool:
 
 
 def _excused(verdicts: Sequence[Judged]) -> Iterator[list[Judged]]:
-    """The passes that rest on other tensors, by the remark that says so."""
-    for remark in by_design.EXCUSES:
+    """The passes that rest on other tensors, or on ties, by the remark that says so."""
+    for remark in (*by_design.EXCUSES, Remark.UNDECIDED, Remark.AT_THE_MEAN):
         found = [v for v in verdicts if any(note.what is remark for note in v.notes)]
         yield from [passes] if (passes := [v for v in found if v.verdict is Outcome.PASS]) else []
 

@@ -21,6 +21,7 @@ from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.boxes import Box, product, whole
 from megatron_ttrace.saved import conclusion as conclusions
 from megatron_ttrace.saved.conclusion import _is_evidence, conclude, not_enough, unjudged
+from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import NotExercised, Reason, Unexercised
 from megatron_ttrace.trace.records import Kind, Outcome, Result, Summary, TraceKey, Verdict
@@ -169,6 +170,9 @@ def test_what_passes_though_it_differs(tmp_path: Path) -> None:
     assert summary.verdict is Result.EQUIVALENT
     [notice] = summary.notices
     assert notice.startswith(f"tensors that differ and pass: 1, the first of them {gradient}: 0.5 ")
+    tied = dataclasses.replace(measured_of(gradient), note=Note(Remark.UNDECIDED, 1, 4))
+    summary, _ = conclusion(tmp_path / "tied", {gradient: 1e-6}, [tied])
+    assert "the sign of the step" in summary.notices[0]
 
 
 @pytest.mark.parametrize(
