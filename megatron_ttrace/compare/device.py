@@ -20,7 +20,7 @@ from megatron_ttrace.compare.experts import Match
 from megatron_ttrace.compare.measure import Sums, measure, plain_sums
 from megatron_ttrace.compare.measured import Measured, fails
 from megatron_ttrace.compare.sketch import sketch_of_share, sums_of_share
-from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.compare.tolerance import Tolerances, epsilon, is_stepped
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.checksum import MASK, weighted
 from megatron_ttrace.trace.findings import Note, Remark
@@ -29,6 +29,8 @@ from megatron_ttrace.trace.staging import to_device
 from megatron_ttrace.trace.store import TraceReader
 from megatron_ttrace.trace.views import box_views
 
+_TURNED = 2.1
+"""An element that is turned around differs by twice its step."""
 ROW = 8
 """diff, reference, candidate, dot, worst; nonfinite, undefined, checksum."""
 
@@ -71,30 +73,35 @@ def with_share(
 def decided_only(
     measured: Measured, match: Match, data: torch.Tensor, reference: TraceReader, limits: Tolerances
 ) -> Measured:
-    """The finding about an update that fails, without the elements that rounding decides about.
+    """The finding about an update, or a weight after it, without what rounding decides.
 
     Adam divides a mean of gradients by the root of the mean of their squares. In its first step
     from empty moments that is a sign: where a mean is no more than what it may be off, the weight
     moves by the whole learning rate to either side. The means are judged themselves.
     """
-    mean, square = (dataclasses.replace(match.key, kind=kind) for kind in MOMENTS)
-    if match.key.kind is not Kind.PARAM_DELTA or mean not in reference or square not in reference:
+    key = match.key
+    means = [dataclasses.replace(key, kind=k, index=0) for k in (*MOMENTS, Kind.PARAM_DELTA)]
+    if not is_stepped(key) or not all(each in reference for each in means):
         return measured
-    if not fails(measured.sums, limits, match.key):
+    if measured.sums is None or not fails(measured.sums, limits, key):
         return measured
-    whole, size, limit = reference.data(match.key), reference.data(mean).abs(), limits.of(mean)
+    whole, mean, step = (reference.data(each) for each in (key, means[0], means[2]))
+    size, limit = mean.abs(), limits.of(means[0])
     off = max(limit.value, limit.peak * math.sqrt(limit.n)) * limit.rms
     # An element without any gradient is left alone, or decays.
-    decided = (size >= off) | (size == 0)
-    kept = data.detach().clone()
-    for here, there in box_views(kept, decided, match.boxes):
-        here.mul_(to_device(there, here.device))
-    others = match.measured(measure(kept.cpu(), whole * decided, match.boxes))
-    if others.sums is None or fails(others.sums, limits, match.key):
+    undecided = (size < off) & (size > 0)
+    parts = []
+    for chosen in (undecided, ~undecided):
+        part = data.detach().clone()
+        for here, there in box_views(part, chosen, match.boxes):
+            here.mul_(to_device(there, here.device))
+        parts.append(measure(part.cpu(), whole * chosen, match.boxes))
+    turned = _TURNED * float(step.abs().max()) + epsilon(whole.dtype) * float(whole.abs().max())
+    if parts[0].worst > turned or fails(parts[1], limits, key):
         return measured
-    left = int(decided.numel() - decided.sum())
-    note = Note(Remark.UNDECIDED, left, decided.numel())
-    return dataclasses.replace(measured, sums=others.sums, note=note)
+    others = dataclasses.replace(parts[1], checksum=measured.sums.checksum)
+    note = Note(Remark.UNDECIDED, int(undecided.sum()), undecided.numel())
+    return dataclasses.replace(measured, sums=others, note=note)
 
 
 def read_back(measured: Sequence[Measured]) -> list[Measured]:

@@ -28,6 +28,7 @@ from megatron_ttrace.compare.quantiles import few_samples
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import (
     FLOW,
+    MOMENTS,
     ROOT,
     Kind,
     MetricIndex,
@@ -375,7 +376,12 @@ def is_exact(key: TraceKey) -> bool:
 
 def is_updated(key: TraceKey) -> bool:
     """Whether copies of the tensor are gathered, or computed from the same numbers."""
-    return key.kind in _OF_GRADIENT or (key.kind is Kind.PARAM and not key.is_before)
+    return key.kind in MOMENTS or is_stepped(key)
+
+
+def is_stepped(key: TraceKey) -> bool:
+    """Whether the tensor is an update, or a weight after it."""
+    return key.kind is Kind.PARAM_DELTA or (key.kind is Kind.PARAM and not key.is_before)
 
 
 def of_reference(reference: TraceReader) -> Tolerances:

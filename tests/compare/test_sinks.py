@@ -18,7 +18,7 @@ from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.placements import FlatShard, Shard
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.trace.findings import Note, Remark
-from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.trace.records import Kind, ParamIndex
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.compare.traces import key_of as key
 from tests.compare.traces import reference_of, step_level, tolerances_of, writing
@@ -380,30 +380,37 @@ def turned(element, by=-1.0):
     return lambda update: update.clone().index_fill_(0, torch.tensor(element), by * 1e-3)
 
 
+AFTER = step_level(Kind.PARAM, WEIGHT[2], ParamIndex.AFTER)
+
+
+@pytest.mark.parametrize("place", [UPDATE, AFTER])
 @pytest.mark.parametrize(
-    ("change", "places", "passes"),
+    ("change", "others", "passes"),
     [
-        (turned(7), (UPDATE, MEAN, SQUARE), True),
-        (turned(8), (UPDATE, MEAN, SQUARE), False),  # its mean of gradients is far from zero
-        (turned(9, 1.0), (UPDATE, MEAN, SQUARE), False),  # it has no gradient
-        (turned(7), (UPDATE, MEAN), False),  # not Adam
-        (lambda update: update * 0.9, (UPDATE, MEAN, SQUARE), False),
+        (turned(7), (MEAN, SQUARE), True),
+        (turned(7, -9.0), (MEAN, SQUARE), False),  # farther than a step
+        (turned(8), (MEAN, SQUARE), False),  # its mean of gradients is far from zero
+        (turned(9, 1.0), (MEAN, SQUARE), False),  # it has no gradient
+        (turned(7), (MEAN,), False),  # not Adam
+        (lambda update: update * 0.9, (MEAN, SQUARE), False),
     ],
 )
-def test_adams_first_step_where_its_sign_is_rounding(tmp_path, change, places, passes):
+def test_adams_first_step_where_its_sign_is_rounding(tmp_path, place, change, others, passes):
     """Rounding turned around an element whose mean of gradients is within its tolerance."""
     mean = random(80).sign() + 0.1 * random(80, seed=1)
     mean[7], mean[9] = 1e-3, 0.0
     tensors = {UPDATE: 1e-3 * mean.sign(), MEAN: mean, SQUARE: mean.square()}
+    tensors[AFTER] = tensors[UPDATE].clone()
+    places = (UPDATE, AFTER, *others)
     reference = reference_of(tmp_path / "reference", {place: tensors[place] for place in places})
-    limits = tolerances_of(reference, moves={UPDATE: 1e-4})
+    limits = tolerances_of(reference, moves={UPDATE: 1e-4, AFTER: 1e-4})
     writer = TraceWriter(tmp_path / "candidate", 0)
     sink = CompareSink(reference, 1, layout(1, tp=2), tolerances=limits, writer=writer)
     zero = (Step("dp", FlatShard(5, 75)),)
-    sink.placed(UPDATE, change(tensors[UPDATE])[5:75], (80,), zero)
+    sink.placed(place, change(tensors[UPDATE])[5:75], (80,), zero)
     writer.close()
     [measured] = sink.measured
-    assert fails(measured.sums, limits, key(UPDATE)) is not passes
+    assert fails(measured.sums, limits, key(place)) is not passes
     note = Note(Remark.UNDECIDED, 1, 80)
     assert measured.note == (note if passes else None)
     seal(tmp_path / "candidate", {})
