@@ -169,10 +169,14 @@ class StepTap:
             with self._copies.others() as copies:
                 before = self._attempt(self._gradients, copies)
                 norm = self._attempt(self._sink.replace, _GRAD_NORM, torch.zeros(()))
+                if settles_late:
+                    self._attempt(self._blur)
                 with clipped_by(norm), self._tally.step():
                     result = original(*args, **kwargs)
                 if not settles_late:
                     self._settle()
+                elif isinstance(result, tuple) and result[:1] == (False,):
+                    self._attempt(self._blur)  # nothing was updated
                 self._attempt(self._update, before or {}, result)
             return result
 
@@ -275,6 +279,11 @@ class StepTap:
             changing = owned.decisive if owned else (parameter.data,)
             before[parameter] = [copies.copy(tensor) for tensor in changing]
         return before
+
+    def _blur(self) -> None:
+        for parameter, _, owned in self._stepped():
+            if owned:
+                owned.blur(parameter)
 
     def _update(self, before: dict[torch.nn.Parameter, list[Copy]], result: Any) -> None:
         for parameter, place, owned in self._stepped():

@@ -119,3 +119,32 @@ def test_a_step_is_not_helped(later: bool) -> None:
     tap = StepTap(traced, Sink(), [0], lambda error: None, gather)  # type: ignore[arg-type]
     tap.run(lambda: (optimizer.step(), order.append("used")))
     assert order == ["updated", *(("gathered", "used") if later else ("used", "gathered"))]
+
+
+@pytest.mark.parametrize("is_updated", [True, False])
+def test_an_update_too_small_for_the_model(is_updated: bool) -> None:
+    """Elements that the step does not overwrite have moved, unless it was skipped."""
+    model = nn.Linear(2, 2, bias=False).bfloat16()
+    weight, before = model.weight, model.weight.detach().clone()
+    main = nn.Parameter(before.float())
+    optimizer = Namespace(
+        optimizer=torch.optim.SGD([main]),
+        float16_groups=[[weight]],
+        fp32_from_float16_groups=[[main]],
+        fp32_from_fp32_groups=[[]],
+    )
+
+    def step() -> tuple[bool, None, None]:
+        weight.data[0].copy_(main.data[0] if is_updated else weight.data[0])
+        return is_updated, None, None
+
+    optimizer.step, moved = step, list[torch.Tensor]()
+    sink = Namespace(
+        placed=lambda place, data, *_: moved.append(data) if place[1] is Kind.PARAM_DELTA else None,
+        replace=lambda *_: None,
+    )
+    traced = TracedModel([model], [canonical_names(model)], optimizer, SINGLE)
+    tap = StepTap(traced, sink, [0], lambda error: None, lambda: None)  # type: ignore[arg-type]
+    tap.run(lambda: optimizer.step())
+    assert (moved[0] != 0).tolist() == [[False] * 2, [is_updated] * 2]
+    assert torch.equal(weight[1], before[1]) is not is_updated
