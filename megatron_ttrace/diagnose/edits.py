@@ -10,7 +10,7 @@ from megatron_ttrace.trace.executed import ChangedFunction
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.places import Clue, Place
-from megatron_ttrace.trace.records import Direction
+from megatron_ttrace.trace.records import Direction, Kind
 
 OF_USER = {Clue.CHANGED, Clue.FILE_CHANGED, Clue.REPLACES}
 """Clues of what the user changed."""
@@ -21,12 +21,12 @@ _BEFORE = {Phase.INITIALIZATION, Phase.CONSTRUCTION}
 
 def nearest(
     changed: Iterable[ChangedFunction], code: Code, suspects: Container[int], verdict: Judged
-) -> tuple[Mapping[int, ChangedFunction], bool]:
-    """By number: what ran in the culprit, else around it, else before the step; and if it is near.
+) -> tuple[Mapping[int, ChangedFunction], set[int]]:
+    """By number: what ran in the culprit, else around it, else before the step; and what is far.
 
     What starts the part of the step that the culprit belongs to is a part of it. What ran before
     the step may have built another module, the optimizer or the scheduler: that is far from what
-    modules compute.
+    modules compute, as are constructors if what ran afterwards was changed too.
     """
     ran = {number: function for function in changed for number in code.changed(function)}
     entering = code.entering(PARTS.get(verdict.direction, ()))
@@ -43,7 +43,11 @@ def nearest(
     early = {number: ran[number] for number in ran if number in code.at[BUILDING]}
     near = inside or around
     in_modules = verdict.direction in (Direction.FORWARD, Direction.BACKWARD)
-    return near or early, bool(near) or not in_modules
+    if not near:
+        return early, {*early} if in_modules else set()
+    built = {number for number in near if not code.contexts[number]}
+    is_computed = in_modules or verdict.kind is Kind.BUFFER
+    return near, built if is_computed and built != near.keys() else set()
 
 
 def _around(function: ChangedFunction, verdict: Judged) -> int:

@@ -228,10 +228,10 @@ class _Judge:
     def changes(self, changed: Iterable[ChangedFunction]) -> None:
         """For what the user changed, as far as it is near."""
         suspects = self._suspects
-        found, is_near = nearest(changed, self._code, suspects.weights, self._verdict)
+        found, far = nearest(changed, self._code, suspects.weights, self._verdict)
         for number, function in found.items():
             # The more was changed, the less it says of each.
-            share = len({*found.values()}) ** -0.5 * (1.0 if is_near else _FAR)
+            share = len({*found.values()}) ** -0.5 * (_FAR if number in far else 1.0)
             suspects.weights[number] = max(share, suspects.weights.get(number, 0.0))
             suspects.add(number, function.clue, _CHANGED * share)
             self._lines[number, function.clue] = function.line

@@ -43,11 +43,24 @@ def changed(name: str, phase: Phase, *modules: str) -> ChangedFunction:
 def test_what_is_near(kind: Kind, functions: list[ChangedFunction], near: bool) -> None:
     """By the module and the part of the step that it ran in."""
     failure = wrong(kind, LINEAR)
-    found, is_near = edits.nearest(functions, Code(record()), (), failure)
-    assert (list(found.values()), is_near) == (functions * near, near)
+    found, far = edits.nearest(functions, Code(record()), (), failure)
+    assert (list(found.values()), far) == (functions * near, set())
     built = changed("Model.__init__", C)
-    found, is_near = edits.nearest([*functions, built], Code(record()), (), failure)
-    assert (list(found.values()), is_near) == (functions if near else [built], near)
+    found, far = edits.nearest([*functions, built], Code(record()), (), failure)
+    assert (list(found.values()), bool(far)) == (functions if near else [built], not near)
+
+
+@pytest.mark.parametrize("kind", [Kind.OUTPUT, Kind.GRAD_INPUT, Kind.BUFFER, Kind.MAIN_GRAD])
+def test_constructors_are_farther_than_what_ran_in_a_pass(kind: Kind) -> None:
+    """Of what was changed; marks of parameters are set by constructors."""
+    names = "Linear.__init__", "Product.forward"
+    functions = [changed(name, F, "decoder.layers.*.linear") for name in names]
+    failure = wrong(kind, LINEAR if kind is not Kind.MAIN_GRAD else WEIGHT)
+    found, far = edits.nearest(functions, Code(record()), (), failure)
+    assert [*found.values()] == functions
+    built = [functions[0]] * (kind is not Kind.MAIN_GRAD)
+    assert [found[number] for number in far] == built
+    assert edits.nearest(functions[:1], Code(record()), (), failure)[1] == set()
 
 
 def test_the_innermost_module_around_it() -> None:
