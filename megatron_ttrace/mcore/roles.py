@@ -24,7 +24,7 @@ _ADAPTER = "adapter"
 STATE_SPACE = {
     "A_log": ((0.5, 0.5), (1.9, 0.7)),
     "dt_bias": ((-2.0, 0.5), (-4.6, 1.3)),
-    "D": ((0.5, 0.2), (1.0, 0.0)),
+    "D": ((0.1, 0.04), (1.0, 0.0)),
 }
 """Parameters of Mamba layers and gated delta nets, by the last part of their name: mean and
 standard deviation of start values that reveal faults (a state is carried over some five tokens, and

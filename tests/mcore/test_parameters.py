@@ -6,9 +6,11 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ttrace.cpu.operators.mamba import mamba_chunk_scan_combined
 from megatron_ttrace.mcore.parameters import place_parameter
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.placement.plan import describe
@@ -203,6 +205,28 @@ def test_flat_ranges_equal_the_flattened_slice(data):
 def test_scales(name, shape, init, expected):
     """Eight layers: the outputs' depth factor is four."""
     assert scale_of(name, shape, Config(), init) == pytest.approx(expected)
+
+
+def test_states_of_mamba_layers_count():
+    """What they add to the output is as large as the direct share, in small layers too."""
+    numbers, heads, size, states = torch.Generator().manual_seed(0), 8, 16, 16
+
+    def drawn(leaf, *shape):
+        mean, std = scale_of(f"a.mixer.{leaf}", shape, Config(), "reveal")
+        return torch.randn(shape, generator=numbers) * std + mean
+
+    channels = heads * size + 2 * states
+    convolved = GAIN * torch.randn(1, channels, 67, generator=numbers)
+    weight, bias = drawn("conv1d_weight", channels, 1, 4), drawn("conv1d_bias", channels)
+    convolved = F.silu(F.conv1d(convolved, weight, bias, groups=channels)).transpose(1, 2)
+    x, keys, queries = convolved.split([heads * size, states, states], dim=2)
+    x, steps = x.view(1, 64, heads, size), GAIN * torch.randn(1, 64, heads, generator=numbers)
+    of_states = mamba_chunk_scan_combined(
+        *(x, steps, -drawn("A_log", heads).exp(), keys.unsqueeze(2), queries.unsqueeze(2), 16),
+        dt_bias=drawn("dt_bias", heads),
+        dt_softplus=True,
+    )
+    assert 0.3 < of_states.norm() / (x * drawn("D", heads)[:, None]).norm() < 3.0
 
 
 @pytest.mark.parametrize("init", ["reveal", "megatron"])

@@ -36,6 +36,8 @@ EMBEDDING_GAIN = 2.0
 DELTA_NET_GAIN = 0.2
 """Of a delta net's convolution. The SiLU behind it gives larger values a common direction, in which
 gradients of queries and keys cancel. Norms behind it undo the size."""
+MAMBA_GAIN = 0.7
+"""Of a Mamba layer's, whose norm adds an epsilon to the size."""
 BIAS = 0.05
 """Tokens must differ by more than their common part, the biases: gradients of queries and keys are
 differences between tokens, in which the common part cancels but its rounding does not."""
@@ -91,6 +93,8 @@ def scale_of(
         gain = EMBEDDING_GAIN if ".embedding." in f".{name}" else GAIN
         if name.endswith(".self_attention.conv1d.weight"):
             gain = DELTA_NET_GAIN
+        elif leaf == "conv1d_weight":
+            gain = MAMBA_GAIN
         return 0.0, gain / math.sqrt(shape[-1]) / depth
     if leaf.endswith("weight"):
         zero_centred = getattr(config, "layernorm_zero_centered_gamma", False)
