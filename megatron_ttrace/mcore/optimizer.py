@@ -119,7 +119,7 @@ class Owned:
         Quantized parameters, and main weights that the torch optimizer keeps, are returned as they
         are stepped.
         """
-        main, weight = self.weights.detach(), self._copied(parameter)
+        main, weight = self.weights.detach(), self.copied(parameter)
         if weight is None:
             return main
         weight = weight.view_as(main).to(main.device)
@@ -128,25 +128,14 @@ class Owned:
             return main
         return torch.where(rounded != weight, weight.to(main.dtype), main)
 
-    def _copied(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    def copied(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """What the model computes with, if an update has to be copied there."""
         weight = parameter.data if self.sharded is None else self.computed
         is_plain = type(weight) is torch.Tensor and weight.itemsize > 1
         if weight is None or not is_plain or self.weights is not self.main:
             return None
-        if self.sharded is not None or self.range is None:
-            return weight
-        return weight.reshape(-1)[slice(*self.range)]
-
-    def blur(self, parameter: torch.nn.Parameter) -> None:
-        """Change the last bit of what an update overwrites with main weights; twice, back again.
-
-        An update may be too small to change a weight of 16 bits: a copy that is left out would not
-        show.
-        """
-        weight = self._copied(parameter)
-        if weight is not None and (weight.itemsize, self.main.itemsize) == (2, 4):
-            weight.view(torch.int16).bitwise_xor_(1)
+        part = None if self.sharded is not None else self.range
+        return weight.reshape(-1)[slice(*part)] if part else weight
 
     def moment(self, name: str) -> Any:
         """A part of the state in the dtype in which it is kept, if that has the same numbers."""
