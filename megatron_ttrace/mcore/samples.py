@@ -19,6 +19,7 @@ each to a multiple of twice the context-parallel ranks. A reference pads as its 
 """
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -27,6 +28,7 @@ import numpy
 
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.replaced import wrap
+from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import TTraceError
 
 PACKING = ("sft", "dataloader_inter_document_masking")
@@ -49,6 +51,22 @@ def dealt_to(args: MegatronArguments) -> int:
 def depend_on_layout(args: MegatronArguments) -> bool:
     """Whether another layout trains on other samples, or in another order, by design."""
     return dealt_to(args) > 1 or any(getattr(args, name, False) for name in ("fim_data", "sft"))
+
+
+def write_indices_at_once() -> None:
+    """Let no process read half an index of samples: a job and its reference make the same ones.
+
+    Megatron writes them with ``numpy.save`` (``GPTDataset`` in megatron/core/datasets).
+    """
+
+    def save(original: Callable[..., None], file: Any, *args: Any, **kwargs: Any) -> None:
+        is_index = isinstance(file, str) and file.endswith(".npy")
+        part = f"{file}.{os.getpid()}.npy" if is_index else file
+        original(part, *args, **kwargs)
+        if is_index:
+            owned.finish(part, file)
+
+    wrap(numpy, "save", save)
 
 
 def deal_to(ranks: int, sampler: Any) -> None:

@@ -48,9 +48,11 @@ def enable() -> None:
     activate()
     with exits_on_user_error(unexpected=_is_checked()):
         if _is_checked():
+            from megatron_ttrace.mcore.samples import write_indices_at_once
             from megatron_ttrace.mcore.versions import check_supported
 
             check_supported()
+            write_indices_at_once()
         if script.BRIDGE not in sys.modules:
             importlib.import_module(script.PARSER)
         script.when_imported(script.PARSER, _wrap_parse_args)

@@ -290,6 +290,11 @@ def compact(directory: Path) -> None:
         folder.compact()
 
 
+def finish(source: str, target: str) -> None:
+    """Give a file of the job's own, written under another name, the name that it was meant for."""
+    os.replace(source, target)
+
+
 def move(source: Path, target: Path) -> None:
     """Give a directory of ours another name in the same directory, which must be free."""
     with opened(source.parent) as folder:

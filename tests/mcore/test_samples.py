@@ -103,3 +103,23 @@ def test_padded_as_in_another_layout(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.training.datasets.sft_dataset", module)
     samples.pad_for(4)
     assert Dataset()[3] == (3, 4)
+
+
+def test_indices_are_written_at_once(tmp_path, monkeypatch):
+    """Another process finds all of an index, or nothing; what is no path is written as it is."""
+    original, index, found = numpy.save, tmp_path / "index.npy", []
+
+    def save(file, array):
+        original(file, array)
+        found.append(index.exists())
+
+    monkeypatch.setattr(numpy, "save", save)
+    samples.write_indices_at_once()
+    numpy.save(str(index), numpy.arange(3))
+    with (tmp_path / "other").open("wb") as other:
+        numpy.save(other, numpy.arange(4))
+    assert found == [False, True]
+    assert {path.name: len(numpy.load(path)) for path in tmp_path.iterdir()} == {
+        "index.npy": 3,
+        "other": 4,
+    }
