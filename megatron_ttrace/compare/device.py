@@ -80,23 +80,26 @@ def decided_only(
     moves by the whole learning rate to either side. The means are judged themselves.
     """
     key = match.key
-    means = [dataclasses.replace(key, kind=k, index=0) for k in (*MOMENTS, Kind.PARAM_DELTA)]
-    if not is_stepped(key) or not all(each in reference for each in means):
+    known = [dataclasses.replace(key, kind=k, index=0) for k in (*MOMENTS, Kind.PARAM_DELTA)]
+    if not is_stepped(key) or not all(each in reference for each in known):
         return measured
     if measured.sums is None or not fails(measured.sums, limits, key):
         return measured
-    whole, mean, step = (reference.data(each) for each in (key, means[0], means[2]))
-    size, limit = mean.abs(), limits.of(means[0])
+    whole = reference.data(key)
+    size, step = (reference.data(each).abs() for each in (known[0], known[-1]))
+    limit, most = limits.of(known[0]), float(step.max()) if step.numel() else 0.0
     off = max(limit.value, limit.peak * math.sqrt(limit.n)) * limit.rms
-    # An element without any gradient is left alone, or decays.
-    undecided = (size < off) & (size > 0)
+    # An element without any gradient is left alone, or decays; later, a small mean is a small step.
+    undecided = (size < off) & (size > 0) & (step > most / 2)
+    if undecided.shape != whole.shape:
+        return measured
     parts = []
     for chosen in (undecided, ~undecided):
         part = data.detach().clone()
         for here, there in box_views(part, chosen, match.boxes):
             here.mul_(to_device(there, here.device))
         parts.append(measure(part.cpu(), whole * chosen, match.boxes))
-    turned = _TURNED * float(step.abs().max()) + epsilon(whole.dtype) * float(whole.abs().max())
+    turned = _TURNED * most + epsilon(whole.dtype) * float(whole.abs().max())
     if parts[0].worst > turned or fails(parts[1], limits, key):
         return measured
     others = dataclasses.replace(parts[1], checksum=measured.sums.checksum)

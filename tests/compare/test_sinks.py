@@ -391,6 +391,7 @@ AFTER = step_level(Kind.PARAM, WEIGHT[2], ParamIndex.AFTER)
         (turned(7, -9.0), (MEAN, SQUARE), False),  # farther than a step
         (turned(8), (MEAN, SQUARE), False),  # its mean of gradients is far from zero
         (turned(9, 1.0), (MEAN, SQUARE), False),  # it has no gradient
+        (turned(10), (MEAN, SQUARE), False),  # its step is as small as its mean
         (turned(7), (MEAN,), False),  # not Adam
         (lambda update: update * 0.9, (MEAN, SQUARE), False),
     ],
@@ -398,8 +399,9 @@ AFTER = step_level(Kind.PARAM, WEIGHT[2], ParamIndex.AFTER)
 def test_adams_first_step_where_its_sign_is_rounding(tmp_path, place, change, others, passes):
     """Rounding turned around an element whose mean of gradients is within its tolerance."""
     mean = random(80).sign() + 0.1 * random(80, seed=1)
-    mean[7], mean[9] = 1e-3, 0.0
+    mean[7], mean[9], mean[10] = 1e-3, 0.0, 1e-3
     tensors = {UPDATE: 1e-3 * mean.sign(), MEAN: mean, SQUARE: mean.square()}
+    tensors[UPDATE][10] = 1e-6
     tensors[AFTER] = tensors[UPDATE].clone()
     places = (UPDATE, AFTER, *others)
     reference = reference_of(tmp_path / "reference", {place: tensors[place] for place in places})

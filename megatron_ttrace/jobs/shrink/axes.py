@@ -186,8 +186,8 @@ def of_small(
     Axes that are not ``kept`` become 1. The pipeline has at most ``stages``: only with a third does
     one both receive and send in each direction, only with a fourth does one that receives have more
     than two microbatches in flight, unless stages are interleaved. Context parallelism has at most
-    ``ring``, and a stage at most 3 chunks: of two, the next one is the previous one; 4 where there
-    would be as many as stages, and are not.
+    ``ring``, and a stage at most 3 chunks: of two, the next one is the previous one; 4, or else
+    2, where there would be as many as stages, and are not.
     """
 
     def size(name: str, most: int = 2) -> int:
