@@ -314,7 +314,7 @@ def test_an_old_python_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -
     assert requires == ">=3.12"
 
 
-LINES = {"megatron_ttrace": 70_874, "tests": 71_660}
+LINES = {"megatron_ttrace": 70_890, "tests": 71_689}
 """Lines of Python. They only fall; a feature that raises one says so in its commit."""
 
 

@@ -27,10 +27,10 @@ from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import MOMENTS, Kind
 from megatron_ttrace.trace.staging import to_device
 from megatron_ttrace.trace.store import TraceReader
-from megatron_ttrace.trace.views import box_views
+from megatron_ttrace.trace.views import box_views, local_view, logical_view
 
-_TURNED = 2.1
-"""An element that is turned around differs by twice its step."""
+TURNED = 2.1
+"""What is turned around by rounding differs by twice its step."""
 ROW = 8
 """diff, reference, candidate, dot, worst; nonfinite, undefined, checksum."""
 
@@ -85,26 +85,33 @@ def decided_only(
         return measured
     if measured.sums is None or not fails(measured.sums, limits, key):
         return measured
-    whole = reference.data(key)
-    size, step = (reference.data(each).abs() for each in (known[0], known[-1]))
-    limit, most = limits.of(known[0]), float(step.max()) if step.numel() else 0.0
-    off = max(limit.value, limit.peak * math.sqrt(limit.n)) * limit.rms
-    # An element without any gradient is left alone, or decays; later, a small mean is a small step.
-    undecided = (size < off) & (size > 0) & (step > most / 2)
-    if undecided.shape != whole.shape:
+    limit = limits.of(known[0])
+    whole, means, steps = (reference.data(each) for each in (key, known[0], known[-1]))
+    if limit.blind or not means.shape == steps.shape == whole.shape:
         return measured
-    parts = []
-    for chosen in (undecided, ~undecided):
-        part = data.detach().clone()
-        for here, there in box_views(part, chosen, match.boxes):
-            here.mul_(to_device(there, here.device))
-        parts.append(measure(part.cpu(), whole * chosen, match.boxes))
-    turned = _TURNED * most + epsilon(whole.dtype) * float(whole.abs().max())
-    if parts[0].worst > turned or fails(parts[1], limits, key):
+    norm, most = limit.rms * math.sqrt(limit.n), steps.abs().max()
+    off = max(limit.value * limit.rms, limit.peak * norm)
+    kept = data.detach().clone(memory_format=torch.contiguous_format).cpu()
+    squares, number = 0.0, 0
+    for box in match.boxes:
+        here = local_view(kept, box)
+        there, mean, step = (logical_view(each, box) for each in (whole, means, steps))
+        far, mean, step = (here.float() - there.float()).abs(), mean.abs(), step.abs()
+        # An element without any gradient is left alone, or decays. Later, a small mean is a small
+        # step. One that is turned around is two steps off, and rounded.
+        turned = (mean > 0) & (mean < off) & (step > most / 2) & (far > step / 2)
+        turned &= far <= TURNED * step + epsilon(whole.dtype) * there.abs()
+        here.copy_(torch.where(turned, there, here))
+        squares += float(mean[turned].double().square().sum())
+        number += int(turned.sum())
+    others = measure(kept, whole, match.boxes)
+    # To turn them all around, the mean had to be off by all of these.
+    if math.sqrt(squares) > limit.value * norm or fails(others, limits, key):
         return measured
-    others = dataclasses.replace(parts[1], checksum=measured.sums.checksum)
-    note = Note(Remark.UNDECIDED, int(undecided.sum()), undecided.numel())
-    return dataclasses.replace(measured, sums=others, note=note)
+    others = dataclasses.replace(others, checksum=measured.sums.checksum)
+    return dataclasses.replace(
+        measured, sums=others, note=Note(Remark.UNDECIDED, number, whole.numel())
+    )
 
 
 def read_back(measured: Sequence[Measured]) -> list[Measured]:

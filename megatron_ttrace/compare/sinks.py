@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.compare.device import compare, decided_only, read_back, with_share
+from megatron_ttrace.compare.device import TURNED, compare, decided_only, read_back, with_share
 from megatron_ttrace.compare.experts import Match, entry_of
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured, fails
@@ -364,17 +364,19 @@ class CompareSink:
         """A router's bias after the step, as the reference's where either direction may be right.
 
         It moves by the sign of what an expert's load is below the mean. Where tokens are counted in
-        16 bits, these are equal within rounding. ``None`` if that decides nothing.
+        16 bits, these are equal within rounding; a bias that moved the other way is two steps off.
+        ``None`` if that decides nothing.
         """
-        loads = dataclasses.replace(key, index=BufferIndex.LOADS)
+        keys = [dataclasses.replace(key, index=index) for index in BufferIndex]
         is_bias = key.kind is Kind.BUFFER and key.index == BufferIndex.AFTER
-        if not (is_bias and key in self._reference and loads in self._reference):
+        if not (is_bias and all(each in self._reference for each in keys)):
             return None
-        load, theirs = self._reference.data(loads), self._reference.data(key).to(data.device)
+        theirs, load, before = (self._reference.data(each).to(data.device) for each in keys)
         if load.itemsize > 2 or theirs.shape != data.shape:
             return None
         even = (load.double() - 1.0).abs() <= SAFETY * epsilon(load.dtype) / 2
-        mixed = torch.where(even.to(data.device), theirs, data)
+        even &= (data - theirs).abs() <= TURNED * (theirs - before).abs().max()
+        mixed = torch.where(even, theirs, data)
         return None if torch.equal(mixed, data) else mixed
 
     def _gives(self, kind: Kind) -> bool:

@@ -18,8 +18,8 @@ Packed conversations (``--sft``): context parallelism divides each sequence of a
 each to a multiple of twice the context-parallel ranks. A reference pads as its candidate does.
 """
 
+import contextlib
 import itertools
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -61,10 +61,8 @@ def write_indices_at_once() -> None:
 
     def save(original: Callable[..., None], file: Any, *args: Any, **kwargs: Any) -> None:
         is_index = isinstance(file, str) and file.endswith(".npy")
-        part = f"{file}.{os.getpid()}.npy" if is_index else file
-        original(part, *args, **kwargs)
-        if is_index:
-            owned.finish(part, file)
+        with owned.at_once(file) if is_index else contextlib.nullcontext(file) as name:
+            original(name, *args, **kwargs)
 
     wrap(numpy, "save", save)
 

@@ -111,7 +111,7 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
-    """Beside an outcome; ``value`` belongs to ``limit``, ``text`` is a name or message."""
+    """A remark on a tensor: ``value`` and its ``limit``, a name or message, both runs' samples."""
 
     what: Remark | Reason
     value: float = 0.0
@@ -328,7 +328,8 @@ class WrongOperand(Finding):
     module: str
 
 
-Span = tuple[int, int]  # first and last index
+Span = tuple[int, int]
+"""First and last index."""
 
 
 class InPart(Finding):

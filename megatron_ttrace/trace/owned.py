@@ -3,7 +3,7 @@
 
 Each is recorded as ours (``trace/manifests.py``). What is not is refused with one line
 (:class:`ForeignError`) or stays. No other module renames or removes anything, or opens a file for
-writing (``tests/test_house.py``).
+writing (``tests/test_house.py``). :func:`at_once` is for what a job writes under its own name.
 
 All functions raise ``ForeignError`` when something else has a name that they need, and ``OSError``
 when the file system refuses.
@@ -290,9 +290,17 @@ def compact(directory: Path) -> None:
         folder.compact()
 
 
-def finish(source: str, target: str) -> None:
-    """Give a file of the job's own, written under another name, the name that it was meant for."""
-    os.replace(source, target)
+@contextlib.contextmanager
+def at_once(path: str) -> Iterator[str]:
+    """Where the job itself writes a file, which then appears under its name complete, or not."""
+    target = os.path.realpath(path)
+    part = f"{target}.{secrets.token_hex(4)}{Path(path).suffix}"
+    try:
+        yield part
+        os.replace(part, target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part)
 
 
 def move(source: Path, target: Path) -> None:

@@ -10,15 +10,17 @@ import torch
 from megatron_ttrace.compare import device
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import fails
+from megatron_ttrace.compare.moved import Moved
 from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.sketch import squared_norm
+from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.placements import FlatShard, Shard
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.trace.findings import Note, Remark
-from megatron_ttrace.trace.records import Kind, ParamIndex
+from megatron_ttrace.trace.records import BufferIndex, Kind, ParamIndex
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.compare.traces import key_of as key
 from tests.compare.traces import reference_of, step_level, tolerances_of, writing
@@ -393,6 +395,7 @@ AFTER = step_level(Kind.PARAM, WEIGHT[2], ParamIndex.AFTER)
         (turned(9, 1.0), (MEAN, SQUARE), False),  # it has no gradient
         (turned(10), (MEAN, SQUARE), False),  # its step is as small as its mean
         (turned(7), (MEAN,), False),  # not Adam
+        (torch.neg, (MEAN, SQUARE), False),
         (lambda update: update * 0.9, (MEAN, SQUARE), False),
     ],
 )
@@ -420,10 +423,28 @@ def test_adams_first_step_where_its_sign_is_rounding(tmp_path, place, change, ot
     assert bool(saved.ranks[0]) is not passes
 
 
+def test_signs_that_rounding_cannot_all_have_turned(tmp_path):
+    """One element may be off by more than its size; all of them together are off by too much."""
+    mean = random(400).sign()
+    tensors = {UPDATE: 1e-3 * mean, MEAN: mean, SQUARE: mean.square()}
+    reference = reference_of(tmp_path / "reference", tensors)
+    moves = {place: Moved(400, float(data.norm()), (1e-4,)) for place, data in tensors.items()}
+    moves[MEAN] = dataclasses.replace(moves[MEAN], moved=(0.02,), peak=0.02)
+    known = {key(place): move for place, move in moves.items()}
+    limits = Tolerances(known, dict.fromkeys(known, "float32"))
+    for number, passes in ((1, True), (400, False)):
+        sink = CompareSink(reference, 1, layout(), tolerances=limits)
+        update = tensors[UPDATE].clone()
+        update[:number] *= -1
+        sink.placed(UPDATE, update, update.shape, ())
+        assert fails(sink.measured[0].sums, limits, key(UPDATE)) is not passes
+
+
 @pytest.mark.parametrize(
     ("load", "dtype", "moved", "right"),
     [
         (1.0078125, torch.bfloat16, 0.001, True),
+        (1.0078125, torch.bfloat16, 0.003, False),  # farther than two steps
         (0.9921875, torch.bfloat16, 0.001, True),
         (1.0234375, torch.bfloat16, 0.001, False),
         (1.0000010, torch.float32, 0.001, False),
@@ -433,8 +454,9 @@ def test_adams_first_step_where_its_sign_is_rounding(tmp_path, place, change, ot
 def test_the_bias_of_an_expert_with_the_mean_load(tmp_path, load, dtype, moved, right):
     """Where counts are rounded, it may move either way: they do not show the side of the mean."""
     bias = torch.tensor([0.01, -0.02, 0.03])
-    places = [step_level(Kind.BUFFER, "layer.router.expert_bias", index) for index in (0, 1)]
-    tensors = {places[0]: bias, places[1]: torch.tensor([load, 0.5, 1.5], dtype=dtype)}
+    places = [step_level(Kind.BUFFER, "layer.router.expert_bias", index) for index in BufferIndex]
+    loads = torch.tensor([load, 0.5, 1.5], dtype=dtype)
+    tensors = dict(zip(places, (bias, loads, bias - 0.001), strict=True))
     reference = reference_of(tmp_path / "reference", tensors)
     for expert, is_right in ((0, right), (1, False)):
         sink = CompareSink(reference, 1, layout())

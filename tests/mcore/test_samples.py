@@ -123,3 +123,10 @@ def test_indices_are_written_at_once(tmp_path, monkeypatch):
         "index.npy": 3,
         "other": 4,
     }
+    (link := tmp_path / "link.npy").symlink_to(index)
+    numpy.save(str(link), numpy.arange(5))
+    assert link.is_symlink()
+    assert len(numpy.load(index)) == 5
+    with pytest.raises(TypeError):
+        numpy.save(str(index))
+    assert {path.name for path in tmp_path.iterdir()} == {"index.npy", "link.npy", "other"}
