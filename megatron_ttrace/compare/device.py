@@ -80,10 +80,10 @@ def decided_only(
     moves by the whole learning rate to either side. The means are judged themselves.
     """
     key = match.key
-    known = [dataclasses.replace(key, kind=k, index=0) for k in (*MOMENTS, Kind.PARAM_DELTA)]
-    if not is_stepped(key) or not all(each in reference for each in known):
+    if not is_stepped(key) or measured.sums is None or not fails(measured.sums, limits, key):
         return measured
-    if measured.sums is None or not fails(measured.sums, limits, key):
+    known = [dataclasses.replace(key, kind=k, index=0) for k in (*MOMENTS, Kind.PARAM_DELTA)]
+    if not all(each in reference for each in known):
         return measured
     limit = limits.of(known[0])
     whole, means, steps = (reference.data(each) for each in (key, known[0], known[-1]))

@@ -367,9 +367,10 @@ class CompareSink:
         16 bits, these are equal within rounding; a bias that moved the other way is two steps off.
         ``None`` if that decides nothing.
         """
+        if key.kind is not Kind.BUFFER or key.index != BufferIndex.AFTER:
+            return None
         keys = [dataclasses.replace(key, index=index) for index in BufferIndex]
-        is_bias = key.kind is Kind.BUFFER and key.index == BufferIndex.AFTER
-        if not (is_bias and all(each in self._reference for each in keys)):
+        if not all(each in self._reference for each in keys):
             return None
         theirs, load, before = (self._reference.data(each).to(data.device) for each in keys)
         if load.itemsize > 2 or theirs.shape != data.shape:
