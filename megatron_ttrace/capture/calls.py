@@ -20,15 +20,25 @@ import torch
 import torch.distributed as dist
 
 from megatron_ttrace.capture.modules import is_mapped
+from megatron_ttrace.capture.norms import NormTap
 from megatron_ttrace.capture.starts import LINE, RETURN, START, Reports
 from megatron_ttrace.mcore import imported, sources
 from megatron_ttrace.mcore.names import Names
-from megatron_ttrace.trace.collectives import Calls, FunctionCall, Lookup, Numbers, Phase, pattern
+from megatron_ttrace.trace.collectives import (
+    CallNorms,
+    Calls,
+    FunctionCall,
+    Lookup,
+    Numbers,
+    Phase,
+    pattern,
+)
 from megatron_ttrace.trace.errors import one_line
 
 _ENOUGH, _AGAIN = 8, 3
 """Starts of a function that show nothing new, before it is not reported again; of those, the ones
 after something new begins: in a new module, its functions start first."""
+_NEVER = 1 << 30
 _VALUES = 16
 """Of each number, and results of each function, that are kept."""
 _FRAMES = 8
@@ -38,6 +48,7 @@ _INSIDE = (None, Phase.SCHEDULE, Phase.SCRIPT)
 """Parts whose functions may be called in modules."""
 _NOBODY = 0
 """Stands for any other caller."""
+_MEASURED = (Phase.FORWARD, Phase.BACKWARD)
 _NUMBERS = frozenset(
     (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -64,6 +75,7 @@ class _Seen:
         results: that were looked at.
         phase: of its last start.
         near: callers and modules of its starts.
+        measured: modules in which a call was.
         lines: bits of those that ran, from the function's first line on.
     """
 
@@ -76,6 +88,7 @@ class _Seen:
     results: int = 0
     phase: Phase | None = None
     near: set[tuple[int, str, Phase | None]] = dataclasses.field(default_factory=set)
+    measured: set[tuple[str, Phase]] = dataclasses.field(default_factory=set)
     lines: int = 0
 
 
@@ -87,8 +100,12 @@ class CallTap:
         replacing: the user's functions that replace Megatron's, by identity.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, each_module: bool = False) -> None:
+        """``each_module``: measure calls in all modules, not only in the first one of each sort."""
         self.error = ""
+        self._sort: Callable[[str], str] = str if each_module else _folded
+        self._enough = _NEVER if each_module else _ENOUGH
+        self._norms = NormTap()
         self.replacing: dict[int, CodeType] = {}
         self._calls: dict[tuple[int, int, str, Phase], None] = {}
         self._seen: dict[int, _Seen | None] = {}
@@ -128,7 +145,7 @@ class CallTap:
         self._follow()
         if self._silent:
             for seen in filter(None, self._seen.values()):
-                seen.starts = min(seen.starts, _ENOUGH - _AGAIN)
+                seen.starts = min(seen.starts, self._enough - _AGAIN)
             self._reports.again(self._silent)
             self._silent.clear()
 
@@ -160,6 +177,10 @@ class CallTap:
             if (seen := self._seen[known]) and (finite := sorted(filter(math.isfinite, given))):
                 found[sources.shown(seen.code)][name] = tuple(finite[:_VALUES])
         return dict(found)
+
+    def norms(self) -> tuple[CallNorms, ...]:
+        """Of what functions were given and returned in modules."""
+        return self._norms.read(sources.shown)
 
     def lines(self) -> dict[str, str]:
         """The lines that ran, by function: bits in hexadecimal digits, from its first line on."""
@@ -213,6 +234,8 @@ class CallTap:
         try:
             if result is None or (seen := self._seen.get(id(code))) is None:
                 return sys.monitoring.DISABLE
+            if self._norms.is_waiting:
+                self._norms.returned(sys._getframe(1), result)
             items = result if type(result) is tuple else (result,)
             if self.error or seen.results >= _VALUES or not any(map(_tells, items)):
                 return sys.monitoring.DISABLE
@@ -256,17 +279,23 @@ class CallTap:
     def _note(self, seen: _Seen, frame: FrameType) -> Any:
         back = frame.f_back
         module, phase = self._inside(seen)
+        sort = self._sort(module)
         # What is not in a module, nor in a file of one part, has its caller's.
         code = _NOBODY if back is None else id(back.f_code)
         phase = phase or seen.part or (direct.phase if (direct := self._seen.get(code)) else None)
-        near = code, module, phase
+        near = code, sort, phase
         if near in seen.near:
             seen.phase = phase
             return self._nothing_new(seen)
+        if module and phase in _MEASURED and (sort, phase) not in seen.measured:
+            seen.measured.add((sort, phase))
+            self._norms.started(frame, module, phase)
+            self._reports.again([seen.code])  # its return may no longer be reported
         if phase:
             seen.near.add(near)
         caller, by = self._recorded(back)
         phase = seen.phase = phase or (by.phase if by else None) or Phase.OTHER
+        module = _folded(module)
         key = seen.known, _NOBODY if by is None else by.known, module, phase
         if key not in self._calls:
             if phase not in self._phases:
@@ -289,7 +318,7 @@ class CallTap:
     def _nothing_new(self, seen: _Seen) -> Any:
         """Count this start; after enough, hear no more of it until something new begins."""
         seen.starts += 1
-        if seen.starts < _ENOUGH:
+        if seen.starts < self._enough:
             return None
         self._silent.append(seen.code)
         return sys.monitoring.DISABLE
@@ -335,8 +364,7 @@ class CallTap:
             return "", Phase.CONSTRUCTION
         if not seen.is_inside:
             return "", None
-        module, phase = self._context()
-        return _folded(module) if module else "", phase
+        return self._context()
 
 
 def _tells(value: Any) -> bool:

@@ -245,8 +245,12 @@ class Outcomes:
         """In how many all that a module made is right; if gradients are wrong, where these are."""
         wrong = [it for it in contexts if kind is Kind.MAIN_GRAD and self.failed(kind, it[0])]
         others = [it for it in contexts if it not in wrong]
-        made = ([(module, of) for of in _SHOWN_BY.get(phase, ())] for module, phase in others)
-        return sum(not self._passed.isdisjoint(keys) for keys in made), len(wrong)
+        return sum(map(self.is_right, others)), len(wrong)
+
+    def is_right(self, context: Context) -> bool:
+        """Whether what modules make there passes, if it is judged."""
+        name, phase = context
+        return any((name, kind) in self._passed for kind in _SHOWN_BY.get(phase, ()))
 
     def failed(self, kind: Kind, module: str) -> bool:
         """Whether a tensor of a kind of a module's own parameters fails."""
@@ -348,12 +352,6 @@ COMPUTE: dict[Statistic, set[str]] = {
 def tokens(name: str) -> tuple[str, ...]:
     """The words of a name, in lower case."""
     return tuple(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name))
-
-
-def sending(kind: Kind) -> dict[str, float]:
-    """Words of functions that send a tensor between pipeline stages, with their points."""
-    direction = "forward" if kind is Kind.INPUT else "backward"
-    return dict.fromkeys(("send", "recv", "communicate", direction), 0.4)
 
 
 def communicates(function: Function) -> bool:

@@ -228,13 +228,14 @@ class CandidateSession:
             self.rehearsal.equal_start(StartValues(comparison.reference, block.first))
             self.rehearsal.afterwards(statistics.zero_gradients, self.model.chunks)
             statistics.leave_gradients(self.model.chunks, self.model.optimizer)
-            scale = self._scale_loss(block.first)
+            layout = layout_of(self.model, self.args, self._scale_loss(block.first))
             self.rehearsal.serve(block.served)
             for iteration in block.iterations:
                 step = functools.partial(record, iteration, block.run)
                 batches = block.batches(iteration)
                 numbers = self._microbatch_numbers(comparison.reference, iteration, batches)
-                layout = layout_of(self.model, self.args, scale)
+                if iteration == self.settings.iterations[0] and numbers[:1] == [0]:
+                    self._recording.factor = layout.gradient_factor * layout.loss_scale
                 with comparison.step(iteration, layout) as sink:
                     counted = self.rehearsal.trace(step, sink, numbers, iteration, batches)
                     comparison.counted.append(counted)
@@ -391,7 +392,7 @@ class CandidateSession:
         traces the last block once more.
         """
         last = dist.get_world_size() - 1
-        lines = self.comparison.reference.reference.lines
+        reference = self.comparison.reference.reference
         failed = self._failing(self.comparison)
         # Where nothing fails nobody looks for its place; but the answer can have other reasons.
         with_code = bool(failed) or self.settings.saves_candidate
@@ -406,11 +407,11 @@ class CandidateSession:
             publish(answers[0], self.settings)
             return answers[0].summary.verdict.exit_code
 
-        ledger = self._recording.message(lines, with_code=with_code)
+        ledger = self._recording.message(reference, with_code=with_code)
         findings = self._findings(self.comparison, failed, ledger)
         diverged, doubt = self.ranks.from_one(last, "judging", judge)
         if diverged and not with_code:
-            ledger = self._recording.message(lines, with_code=True)
+            ledger = self._recording.message(reference, with_code=True)
             findings = self._findings(self.comparison, failed, ledger)
             self.ranks.from_one(last, "judging", judge)
         # A launcher that waits for the end of this job makes another one.

@@ -6,7 +6,7 @@ It adds to the report. Whatever goes wrong with it is a notice, and the check go
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ttrace.capture.calls import CallTap
@@ -14,6 +14,7 @@ from megatron_ttrace.capture.collectives import CollectiveTap
 from megatron_ttrace.capture.executed import ExecutedTap
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.compare import collectives
+from megatron_ttrace.compare.norms import agreements
 from megatron_ttrace.mcore import logged
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.checkpoints.buckets import shards_of
@@ -24,6 +25,7 @@ from megatron_ttrace.trace import codec, folded
 from megatron_ttrace.trace.collectives import (
     UNRECORDED,
     Call,
+    CallNorms,
     Calls,
     Group,
     Ledger,
@@ -36,11 +38,13 @@ from megatron_ttrace.trace.collectives import (
 )
 from megatron_ttrace.trace.errors import one_line
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Edits, Executed, Execution
+from megatron_ttrace.trace.meta import ReferenceMeta
 
 _CALLS, _SIZES = codec.decoder(tuple[Call, ...]), codec.decoder(tuple[Size, ...])
 _GROUP, _SOURCES = codec.decoder(Group), codec.decoder(Sources)
 _NUMBERS, _SHARDS = codec.decoder(Numbers), codec.decoder(dict[str, Shard])
 _APART = codec.decoder(tuple[str, ...])
+_NORMS = codec.decoder(tuple[CallNorms, ...])
 _EXECUTED = codec.decoder(tuple[Executed, ...])
 
 
@@ -55,6 +59,8 @@ class Recording:
         self._tap = CollectiveTap(model.names, model.mesh, calls.entered)
         calls.in_steps(self._tap.around)
         self._forward_step: Any = None
+        # Of gradients against the reference's, on ranks whose first microbatch is its own first.
+        self.factor: float | None = None
 
     def step(self, iteration: int, run: Callable[[], Any]) -> Any:
         """Run Megatron's training step; returns what it returned."""
@@ -68,11 +74,10 @@ class Recording:
         finally:
             self._executed.in_steps(_outside)
 
-    def message(self, lines: Mapping[str, str], *, with_code: bool) -> Any:
+    def message(self, reference: ReferenceMeta, *, with_code: bool) -> Any:
         """What was recorded, as JSON for the rank that judges. Never raises.
 
-        ``lines``: that ran in the reference (:meth:`CallTap.lines`). ``with_code``: with what is
-        only needed to find the place of a fault.
+        ``with_code``: with what is only needed to find the place of a fault.
         """
         self._executed.stop()
         self._calls.stop()
@@ -82,9 +87,9 @@ class Recording:
             "error": self._executed.error,
             "unrecorded": self._calls.error,
         }
-        return {**self._ledger(lines, with_code=with_code), "executed": executed}
+        return {**self._ledger(reference, with_code=with_code), "executed": executed}
 
-    def _ledger(self, lines: Mapping[str, str], *, with_code: bool) -> dict[str, Any]:
+    def _ledger(self, reference: ReferenceMeta, *, with_code: bool) -> dict[str, Any]:
         try:
             from megatron.core.utils import get_model_config
 
@@ -105,7 +110,9 @@ class Recording:
                 ledger = dataclasses.replace(
                     ledger,
                     numbers=self._calls.numbers() | attributes_of(names),
-                    apart=self._calls.apart(lines),
+                    apart=self._calls.apart(reference.lines),
+                    norms=() if self.factor is None else self._calls.norms(),
+                    factor=self.factor or 1.0,
                 )
             calls = dataclasses.replace(calls, buckets=buckets)
             sources = dataclasses.replace(sources, metrics=dict(logged.PLACES), calls=calls)
@@ -158,10 +165,11 @@ def merged(
     messages: Sequence[Any],
     args: MegatronArguments,
     once: folded.Once,
+    norms: Sequence[CallNorms] = (),
 ) -> tuple[Ledger, list[str]]:
     """The ledger of all ranks, and notices of what is missing in it. Never raises.
 
-    ``messages``: :meth:`Recording.message` of each rank.
+    ``messages``: :meth:`Recording.message` of each rank. ``norms``: of the reference's calls.
     """
     try:
         ranks = [decoded(message, once) for message in messages]
@@ -169,10 +177,15 @@ def merged(
         ledger = collectives.merge(
             ranks, lambda members: axes_of(members, meshes), compute=compute, gradients=gradients
         )
+        sizes = [mesh.size(axis) for mesh in meshes[:1] for axis in ("tp", "cp", "ep")]
+        factor = next((rank.factor for rank in ranks if rank.norms), 1.0)
+        stages = (mesh.at("pp") for mesh in meshes)
+        calls = ((stage, rank.norms) for stage, rank in zip(stages, ranks, strict=True))
+        compared = agreements(((at, own) for at, own in calls if own), norms, sizes, factor)
     except Exception as error:  # noqa: BLE001 - it is an addition to the report
         return UNRECORDED, [f"the collectives were not recorded ({one_line(error)})"]
     lost = [f"rank {rank}: {record.error}" for rank, record in enumerate(ranks) if record.error][:1]
-    ledger = dataclasses.replace(ledger, unseen=unseen_axes(args))
+    ledger = dataclasses.replace(ledger, unseen=unseen_axes(args), compared=compared)
     notices = [f"not all collectives were recorded ({error})" for error in lost]
     for rank, message in enumerate(messages):
         if why := message.get("executed", {}).get("unrecorded"):
@@ -193,6 +206,8 @@ def decoded(message: dict[str, Any], once: folded.Once) -> RankLedger:
         once(_NUMBERS, message["numbers"]),
         once(_SHARDS, message["shards"]),
         once(_APART, message["apart"]),
+        once(_NORMS, message["norms"]),
+        float(message["factor"]),
     )
     if why := ledger.contradiction():
         raise codec.CodecError(why)

@@ -95,7 +95,7 @@ class ReferenceSession:
             # Megatron-Bridge makes its data loaders before it calls ``built``.
             order.started.skip(args)
         self._loss_scales: dict[str, float] = {}
-        self._calls = CallTap()
+        self._calls = CallTap(each_module=True)
         self._calls.start()  # the model is built next
         self._counted: list[Counted] = []
         self._seconds = 0.0
@@ -175,6 +175,7 @@ class ReferenceSession:
             seconds=self._seconds,
             numbers=numbers if is_recorded else {},
             lines=self._calls.lines() if is_recorded else {},
+            norms=self._calls.norms() if is_recorded else (),
             in_blocks=self._in_blocks,
             layout=None if layout is None else dataclasses.asdict(layout),
             **self._arithmetic(),

@@ -218,6 +218,54 @@ class FunctionCall(NamedTuple):
     phase: Phase
 
 
+class Norm(NamedTuple):
+    """The number of a tensor's elements, and their Euclidean norm."""
+
+    elements: Count
+    norm: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallNorms:
+    """The first call of a function in a module, forward or backward.
+
+    Attributes:
+        function: as ``file:line (function)``.
+        module: its name in the whole model.
+        given: tensors among its arguments, when it began.
+        returned: tensors in its result.
+    """
+
+    function: str
+    module: str
+    phase: Phase
+    given: tuple[Norm, ...] = ()
+    returned: tuple[Norm, ...] = ()
+
+
+class Agreement(StrEnum):
+    """How a function's call compares with the reference's, by norms.
+
+    ``ALIKE``: what it returned has the reference's norms. ``STRAYS``: that has other ones, what it
+    was given has not. ``RETURNED_OTHER``: that has other ones, what it was given is not known.
+    ``GIVEN_OTHER``: what it was given has other ones.
+    """
+
+    ALIKE = "alike"
+    STRAYS = "strays"
+    RETURNED_OTHER = "returned_other"
+    GIVEN_OTHER = "given_other"
+
+
+class Compared(NamedTuple):
+    """A function's agreement in a module, whose layers are not numbered."""
+
+    function: str
+    module: str
+    phase: Phase
+    agreement: Agreement
+
+
 class Lookup(NamedTuple):
     """A line of a function chose a process group that the function was not given.
 
@@ -315,7 +363,8 @@ class RankLedger(Record):
 
     ``sizes`` are those of each of ``calls``. ``error`` is why the record is not complete.
     ``shards`` are those that a distributed optimizer gave to this rank, by parameter; ``apart`` are
-    functions of which lines ran that the reference did not run.
+    functions of which lines ran that the reference did not run; ``norms`` are of calls
+    in the reference's first microbatch, ``factor`` is the expected ratio of gradients there.
     """
 
     calls: tuple[Call, ...] = ()
@@ -326,6 +375,8 @@ class RankLedger(Record):
     numbers: Numbers = dataclasses.field(default_factory=dict)
     shards: dict[str, Shard] = dataclasses.field(default_factory=dict)
     apart: tuple[str, ...] = ()
+    norms: tuple[CallNorms, ...] = ()
+    factor: float = 1.0
 
     def contradiction(self) -> str:
         """Why the fields contradict each other."""
@@ -375,7 +426,8 @@ class Ledger(Record):
     ``recorded`` is false if the collectives of some rank are not known. Over the axes ``unseen``
     the run may communicate outside of PyTorch's process groups. ``torn`` are parameters
     whose shards, over all ranks, lack elements or have some more often than others. ``apart`` are
-    functions of which lines ran on a rank, but not in the reference.
+    functions of which lines ran on a rank, but not in the reference. ``compared`` are calls of
+    functions against the reference's.
     """
 
     collectives: tuple[Collective, ...] = ()
@@ -386,6 +438,7 @@ class Ledger(Record):
     numbers: Numbers = dataclasses.field(default_factory=dict)
     torn: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
+    compared: tuple[Compared, ...] = ()
 
 
 UNRECORDED = Ledger(recorded=False)

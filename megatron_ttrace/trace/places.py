@@ -29,6 +29,7 @@ class Clue(StrEnum):
     SELECTS = "selects"
     LOOPS = "loops"
     ORIGIN = "origin"
+    STRAYS = "strays"
     GROUP = "group"
     DIVIDES = "divides"
     VALUE = "value"

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where changed code ran on any rank; what one rank cannot say is not known."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_ttrace.run.recording import changed, merged
 from megatron_ttrace.trace import codec, folded
-from megatron_ttrace.trace.collectives import Phase, RankLedger
+from megatron_ttrace.trace.collectives import CallNorms, Norm, Phase, RankLedger
 from megatron_ttrace.trace.executed import ChangedCode, Edit, Edits, Executed, Execution
 from tests.placement.meshes import mesh_of
 
@@ -52,3 +53,18 @@ def test_functions_that_were_not_recorded(why):
     ledger, notices = merged(meshes, messages, args, folded.Once())
     assert ledger.recorded
     assert [("rank 1" in notice, why in notice) for notice in notices] == [(True, True)] * bool(why)
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(2.0, ["alike"]), (1.0, ["strays"])])
+def test_what_functions_returned(factor, expected):
+    """Of ranks that measured it; gradients have a factor."""
+    given, half, whole = ((Norm(4, norm),) for norm in (1.0, 2.0, 4.0))
+    theirs = CallNorms("m.py:1 (f)", "layers.0", Phase.BACKWARD, given, half)
+    ours = dataclasses.replace(theirs, returned=whole)
+    ledgers = RankLedger(norms=(ours,), factor=factor), RankLedger()
+    executed = {"ran": [], "error": ""}
+    messages = [{**ledger.to_json(), "executed": executed} for ledger in ledgers]
+    args = SimpleNamespace(bf16=True, num_experts=None, accumulate_allreduce_grads_in_fp32=False)
+    meshes = [mesh_of(rank, 2) for rank in range(2)]
+    ledger, _ = merged(meshes, messages, args, folded.Once(), [theirs])
+    assert [each.agreement for each in ledger.compared] == expected
