@@ -232,10 +232,10 @@ class CallTap:
 
     def _returned(self, code: CodeType, _: int, result: Any) -> Any:
         try:
-            if result is None or (seen := self._seen.get(id(code))) is None:
-                return sys.monitoring.DISABLE
             if self._norms.is_waiting:
                 self._norms.returned(sys._getframe(1), result)
+            if result is None or (seen := self._seen.get(id(code))) is None:
+                return sys.monitoring.DISABLE
             items = result if type(result) is tuple else (result,)
             if self.error or seen.results >= _VALUES or not any(map(_tells, items)):
                 return sys.monitoring.DISABLE

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms of what functions are given and return, in the first call in each module."""
 
-from collections.abc import Iterator
-from types import FrameType
+import dataclasses
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -16,16 +17,15 @@ type _Unread = tuple[int, torch.Tensor]
 """Number of elements, and the norm, which may still be computed on a device."""
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class _Call:
-    """A call that may not have ended; its frame is kept, so that no other has its identity."""
+    """A call that may not have ended."""
 
-    __slots__ = ("code", "frame", "given", "module", "phase", "returned")
-
-    def __init__(self, code: Any, frame: FrameType, module: str, phase: Phase) -> None:
-        self.code, self.module, self.phase = code, module, phase
-        self.frame: FrameType | None = frame
-        self.given: list[_Unread] = []
-        self.returned: list[_Unread] = []
+    code: CodeType
+    module: str
+    phase: Phase
+    given: list[_Unread]
+    returned: list[_Unread] = dataclasses.field(default_factory=list)
 
 
 class NormTap:
@@ -38,20 +38,18 @@ class NormTap:
     def started(self, frame: FrameType, module: str, phase: Phase) -> None:
         """A function starts that is to be measured."""
         code = frame.f_code
-        call = _Call(code, frame, module, phase)
         count = code.co_argcount + code.co_kwonlyargcount
         count += bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)  # *args, **kwargs
-        values = frame.f_locals
-        for name in code.co_varnames[:count]:
-            call.given.extend(_norms(values.get(name)))
-        self._calls.append(call)
+        values = map(frame.f_locals.get, code.co_varnames[:count])
+        given = [norm for value in values for norm in _norms(value)]
+        self._calls.append(call := _Call(code, module, phase, given))
+        # The frame is not kept: it would keep what the function needs no longer.
         self._running[id(frame)] = call
 
     def returned(self, frame: FrameType, result: Any) -> None:
         """A function returns, which may be measured."""
         call = self._running.pop(id(frame), None)
-        if call is not None:
-            call.frame = None
+        if call is not None and call.code is frame.f_code:
             call.returned.extend(_norms(result))
 
     @property
@@ -59,7 +57,7 @@ class NormTap:
         """Whether a function that is measured has not returned."""
         return bool(self._running)
 
-    def read(self, shown: Any) -> tuple[CallNorms, ...]:
+    def read(self, shown: Callable[[CodeType], str]) -> tuple[CallNorms, ...]:
         """All calls; ``shown`` names a function by its code."""
         self._running.clear()
         return tuple(
