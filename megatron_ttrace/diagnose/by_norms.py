@@ -23,7 +23,7 @@ _PHASES = {
     Direction.BACKWARD: Phase.BACKWARD,
     Direction.GRADIENT: Phase.BACKWARD,
 }
-_LATER = 0.8
+_LATER = 0.5
 """Weight of one that strays, by the number of those before it: it may have been given what these
 returned in another way, for instance in what was saved for the backward pass."""
 _SPEAK_AGAINST = {Agreement.ALIKE, Agreement.GIVEN_OTHER}
