@@ -12,7 +12,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from megatron_ttrace.diagnose.anchors import is_redrawn
+from megatron_ttrace.diagnose.anchors import anchor_of, is_redrawn
 from megatron_ttrace.diagnose.by_norms import ByNorms
 from megatron_ttrace.diagnose.code import (
     BUILDING,
@@ -69,8 +69,9 @@ _CHANGED, _FAR, _NEAR = 4.0, 0.5, 0.8
 of them; the least weight of what the user wrote."""
 _CALLED, _LOOPS, _LAYOUT = 1.0, 0.7, 1.0
 """Points for the factor's name; a loop, if some tensors lack something; lines of this run only."""
-_STRAYS = 3.0
-"""Points for what returned something else, though it was given the same."""
+_STRAYS, _ADDS = 3.0, 1.0
+"""Points for what returned something else, though it was given the same; for a module's own code,
+if its output is summands."""
 _OF_ONE_COPY = {"shared", "shared_embedding"}
 """Marks that one of several copies has by design."""
 _UNEQUAL, _CHOOSES, _SEPARATES = 4.0, 3.0, 2.0
@@ -152,12 +153,8 @@ class Points:
         for number in self._suspects.weights:
             self._own_code(number, self._code.functions[number])
         self._marks()
-        for number, share in self._norms.straying.items():
-            if number in self._suspects.weights:
-                self._suspects.weights[number] = 1.0
-                self._suspects.add(number, Clue.STRAYS, _STRAYS * share)
-        for number in self._norms.called & self._suspects.weights.keys():
-            self._suspects.add(number, Clue.LAYOUT, _STRAYS / 2)
+        self._by_norms()
+        self._summands()
         return {number: self._score(number) for number in self._suspects.weights}
 
     def facts(self, expected: Numbers) -> None:
@@ -419,6 +416,22 @@ class Points:
             # What is right in another module, where it sent nothing either, need not send anything.
             if self._norms.alike[number] <= ran[number] | {own}:
                 self._suspects.is_silent(number)
+
+    def _by_norms(self) -> None:
+        """For what returned something else, and for what only this run calls there."""
+        suspects = self._suspects
+        for number in self._norms.straying.keys() & suspects.weights.keys():
+            suspects.weights[number] = 1.0
+            suspects.add(number, Clue.STRAYS, _STRAYS * self._norms.straying[number])
+        for number in self._norms.called & suspects.weights.keys():
+            suspects.add(number, Clue.LAYOUT, _STRAYS / 2)
+
+    def _summands(self) -> None:
+        """For a module's own code, which has to add up what it computes."""
+        own = self._code.number(anchor_of(self._ledger.sources, self._verdict))
+        is_sum = Cause.PARTIAL in self._causes and self._verdict.kind is Kind.OUTPUT
+        if is_sum and own is not None and own in self._suspects.weights:
+            self._suspects.add(own, Clue.RAN, _ADDS)
 
     def _marks(self) -> None:
         """For what marks a parameter whose gradient is wrong, or selects parameters by marks."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that return something else than the reference's, though given the same."""
+"""Places: functions that return something else, though given the same; a module's own code."""
 
 import dataclasses
 
@@ -9,13 +9,14 @@ from megatron_ttrace.diagnose.by_norms import ByNorms
 from megatron_ttrace.diagnose.code import Code, Outcomes
 from megatron_ttrace.diagnose.places import Places
 from megatron_ttrace.trace.collectives import Agreement, Compared, Ledger, Phase, pattern
-from megatron_ttrace.trace.findings import Explanation
+from megatron_ttrace.trace.findings import Cause, ConstantFactor, Explanation, Finding
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import Kind
 from tests.diagnose.judged_by_hand import diagnosed, judged
 from tests.diagnose.ran_by_hand import LINEAR, NORM, B, F, collective, record, where, wrong
 
+SUMMANDS, TWICE = Finding(Cause.PARTIAL, ("tp",)), ConstantFactor(Cause.TOO_LARGE, ratio=2.0)
 OUTPUT = wrong(Kind.OUTPUT, LINEAR)
 ALIKE, STRAYS, GIVEN_OTHER = Agreement.ALIKE, Agreement.STRAYS, Agreement.GIVEN_OTHER
 
@@ -107,3 +108,22 @@ def test_what_need_not_communicate(module):
     failure = wrong(Kind.GRAD_INPUT, LINEAR)
     clues = {p.function: p.clue for _, p in Places(ledger, [failure]).ranked(failure, None)}
     assert (clues["gather"] is Clue.SILENT) == (module == LINEAR)
+
+
+@pytest.mark.parametrize("finding", [SUMMANDS, TWICE])
+def test_a_module_has_to_add_up_what_it_computes(finding):
+    """Its own code is likelier than a function in it that knows the axis; not of a factor."""
+    ledger = record()
+    calls = ledger.sources.calls
+    functions = tuple(
+        dataclasses.replace(f, axes=("tp",), size=9000, scales=True)
+        if f.name == "Product.forward"
+        else f
+        for f in calls.functions
+    )
+    sources = dataclasses.replace(
+        ledger.sources, calls=dataclasses.replace(calls, functions=functions)
+    )
+    ledger = dataclasses.replace(ledger, sources=sources)
+    (_, first), *_ = Places(ledger, [OUTPUT]).ranked(OUTPUT, finding)
+    assert first.function == ("Linear.forward" if finding is SUMMANDS else "Product.forward")
