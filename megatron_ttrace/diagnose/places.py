@@ -11,7 +11,7 @@ from megatron_ttrace.diagnose.code import (
     Code,
     Outcomes,
 )
-from megatron_ttrace.diagnose.edits import OF_USER, elsewhere
+from megatron_ttrace.diagnose.edits import MOST, with_elsewhere
 from megatron_ttrace.diagnose.points import Points
 from megatron_ttrace.trace.collectives import Ledger, Numbers
 from megatron_ttrace.trace.executed import ChangedFunction
@@ -23,9 +23,6 @@ from megatron_ttrace.trace.findings import (
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import Kind
-
-MOST = 3
-"""Places that are reported."""
 
 
 class Places:
@@ -56,13 +53,10 @@ class Places:
             if len(places) < MOST and not any(map(one.is_at, places)):
                 places.append(one)
         anchor = "" if sent or is_thawed else anchor_of(self._ledger.sources, verdict, self._code)
-        is_other = is_loaded or self._code.number(anchor) is None
-        if is_other and (place := Place.of(anchor, Clue.RAN)):
+        number = self._code.number(anchor)
+        if (is_loaded or number is None) and (place := Place.of(anchor, Clue.RAN)):
             places = [place, *places[: MOST - 1]]
-        if not any(place.clue in OF_USER for place in places):
-            # The user knows best what a change far away may have done.
-            last = elsewhere(self._changed, self._code, is_loaded=is_loaded)
-            places = [*places[: MOST - len(last)], *last]
+        places = with_elsewhere(places, self._changed, self._code, number, is_loaded=is_loaded)
         return dataclasses.replace(diagnosis, why=dataclasses.replace(why, places=tuple(places)))
 
     def ranked(

@@ -74,9 +74,9 @@ _STRAYS, _ADDS = 3.0, 1.0
 if its output is summands."""
 _OF_ONE_COPY = {"shared", "shared_embedding"}
 """Marks that one of several copies has by design."""
-_UNEQUAL, _CHOOSES, _SEPARATES = 4.0, 3.0, 2.0
-"""Points for naming marks: one that only some ranks have set; where parameters are chosen, if some
-are left out; one that all failing parameters have, and no others."""
+_MARKS, _UNEQUAL, _CHOOSES, _SEPARATES = 9.0, 4.0, 3.0, 2.0
+"""Points for naming marks: one that a reduction selects by; that only some ranks have set; where
+parameters are chosen, if some are left out; one that all failing parameters have, and no others."""
 _WORDY = 3
 """Words of a function's name; a longer name has a word more easily by chance."""
 _SCALED = {*FACTORS, Cause.WEIGHTS, Cause.ADDEND, Cause.SOFTMAX_SCALE, Cause.HYPERPARAMETERS}
@@ -143,7 +143,7 @@ class Points:
         self._lines: dict[tuple[int, Clue], int] = {}
         self._expected: Numbers = {}
         self._apart = {*ledger.apart}
-        self._reducing: set[int] = set()
+        self._reducing, self._edited = set[int](), set[int]()
 
     def scores(self) -> dict[int, float]:
         """By number of the function."""
@@ -180,6 +180,7 @@ class Points:
         """For what the user changed, as far as it is near."""
         suspects = self._suspects
         found, far = nearest(changed, self._code, suspects.weights, self._verdict)
+        self._edited = {*found} - far
         for number, function in found.items():
             # The more was changed, the less it says of each.
             share = len({*found.values()}) ** -0.5 * (_FAR if number in far else 1.0)
@@ -460,9 +461,11 @@ class Points:
             marks = {*self._code.functions[number].marks}
             is_built = Clue.BUILT in suspects.clues[number]
             if is_built and lost and marks & selecting:
-                # The reduction selects parameters by marks that this one lacks, or has wrongly.
+                # The reduction selects parameters by marks that this one lacks, or has wrongly:
+                # what the user changed may have removed those that unchanged code sets.
                 suspects.weights[number] = 1.0
-                suspects.add(number, Clue.MARKS, 9.0)
+                may_set = number in self._edited or not self._edited
+                suspects.add(number, Clue.MARKS, _MARKS if may_set else _SEPARATES)
             elif is_built and marks and self._few and not missing:
                 suspects.add(number, Clue.MARKS, 0.7)
             elif marks and chosen and not is_built and self._concerns(number):

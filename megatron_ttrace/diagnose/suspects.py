@@ -348,7 +348,8 @@ class Suspects:
         self._part(Phase.OPTIMIZER, 0.3 if reduced else 1.0, 0.5)
         self._part(_G, 1.0 if reduced else 0.3, 0.3)
         # It may lack a mark: what selects it reads that, or tells copies from others by it alone.
-        is_copied = self.few and (reduced or self._cause is Cause.COUNTED_TWICE)
+        is_whole = not isinstance(finding, Miscounted) or finding.least > 0
+        is_copied = self.few and (reduced or (self._cause is Cause.COUNTED_TWICE and is_whole))
         left_out = isinstance(finding, Miscounted) and finding.lack is Lack.LEFT_OUT
         marked = by_purpose.marking(self._code, self._constructor(self._owner))
         for number, weight in marked.items() if left_out or is_copied else ():

@@ -431,6 +431,8 @@ def _miscounted(finding: f.Miscounted) -> Text:
         text = "clipped by the norm of other parameters than in the reference"
     elif finding.cause is Cause.COUNTED_TWICE:
         text = f"counted {finding.most} times in {statistic}"
+        if not finding.least:
+            text = f"some elements are {text}, and others never"
     else:
         some = "some elements are " if finding.most else ""
         if finding.statistic is Statistic.REDUCED:
@@ -443,6 +445,8 @@ def _miscounted(finding: f.Miscounted) -> Text:
         shown = beginning(names, _OTHERS)
         text += f", as are elements of {len(names)} more parameters: {shown}"
     hint = _LACKS[finding.lack] if finding.lack else _SUSPECTS[finding.statistic]
+    if finding.cause is Cause.COUNTED_TWICE and not finding.least:
+        hint = "which elements of it a rank takes for its own"
     return text, "" if finding.cause is Cause.OTHER_NORM else hint
 
 

@@ -123,7 +123,7 @@ _CALLS = [
     *[("Product.backward", "", LINEAR, B), ("reduce", "Product.backward", LINEAR, B)],
     ("gather", "Product.backward", LINEAR, B),
     ("Calculator.update_microbatches", "", "", Phase.CONSTRUCTION),
-    *[("run", "", "", S), ("Product.set_scale", "run", "", S)],
+    *[("run", "train", "", S), ("Product.set_scale", "run", "", S)],
     *[("Linear.__init__", "", "", C), ("offset", "Linear.__init__", "", C)],
     *[("Linear.reset_parameters", "Linear.__init__", "", C), ("set_seed", "", "", C)],
     *[

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -14,7 +15,7 @@ from megatron_ttrace.trace.collectives import Phase
 from megatron_ttrace.trace.executed import ChangedFunction, Execution
 from megatron_ttrace.trace.findings import Explanation
 from megatron_ttrace.trace.places import Clue, Place
-from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.trace.records import ROOT, Kind
 from tests.diagnose.judged_by_hand import diagnosed
 from tests.diagnose.ran_by_hand import LINEAR, NORM, WEIGHT, B, C, F, S, collective, record, wrong
 from tests.diagnose.test_places import GRADIENTS, NORMS, PARTIAL
@@ -38,6 +39,11 @@ def changed(name: str, phase: Phase, *modules: str) -> ChangedFunction:
         (Kind.EXP_AVG, [changed("run", S)], True),
         (Kind.GRAD_INPUT, [changed("run", S)], False),
         (Kind.GRAD_INPUT, [changed("absent", B)], False),
+        # The whole model is around all of its modules.
+        (Kind.OUTPUT, [changed("attach", F, ROOT)], True),
+        # What runs the schedule averages what is reported.
+        (Kind.LOSS, [changed("train", OTHER)], True),
+        (Kind.EXP_AVG, [changed("train", OTHER)], False),
     ],
 )
 def test_what_is_near(kind: Kind, functions: list[ChangedFunction], near: bool) -> None:
@@ -47,7 +53,8 @@ def test_what_is_near(kind: Kind, functions: list[ChangedFunction], near: bool) 
     assert (list(found.values()), far) == (functions * near, set())
     built = changed("Model.__init__", C)
     found, far = edits.nearest([*functions, built], Code(record()), (), failure)
-    assert (list(found.values()), bool(far)) == (functions if near else [built], not near)
+    in_pass = kind in (Kind.OUTPUT, Kind.GRAD_INPUT)
+    assert (list(found.values()), bool(far)) == (functions if near else [built], in_pass > near)
 
 
 @pytest.mark.parametrize("kind", [Kind.OUTPUT, Kind.GRAD_INPUT, Kind.BUFFER, Kind.MAIN_GRAD])
@@ -61,6 +68,9 @@ def test_constructors_are_farther_than_what_ran_in_a_pass(kind: Kind) -> None:
     built = [functions[0]] * (kind is not Kind.MAIN_GRAD)
     assert [found[number] for number in far] == built
     assert edits.nearest(functions[:1], Code(record()), (), failure)[1] == set()
+    # It does not hide what runs around the module.
+    functions[1] = changed("Layer.forward", F, "decoder.layers.*")
+    assert [*edits.nearest(functions, Code(record()), (), failure)[0].values()] == functions
 
 
 def test_the_innermost_module_around_it() -> None:
@@ -99,14 +109,33 @@ def test_the_users_own_code(kind: Kind, own: str, first: bool) -> None:
 
 
 def test_a_change_that_ran_elsewhere() -> None:
-    """One of a few; not what ran before the step alone."""
+    """One of a few, before what nothing speaks for; not what ran before the step alone."""
     code, functions = Code(record()), [changed(name, OTHER) for name in ("log", "report")]
-    place = Place("m.py", 8, "log", Clue.REPLACES)
-    assert edits.elsewhere(functions, code) == [place]
-    assert edits.elsewhere([changed("set_seed", C)], code) == []
-    (early,) = edits.elsewhere([changed("set_seed", C)], code, is_loaded=True)
-    assert early.function == "set_seed"
-    assert edits.elsewhere([*functions, *functions], code) == []
+    far, early = Place("m.py", 8, "log", Clue.REPLACES), changed("set_seed", C)
+    names = ("Norm.forward", Clue.RAN), ("reduce", Clue.REDUCES), ("gather", Clue.AXIS)
+    ran, *others = places = [Place("m.py", 1, *name) for name in names]
+    add = functools.partial(edits.with_elsewhere, code=code)
+    assert add([ran], functions) == [far, ran]
+    assert add(others, functions) == [*others, far]
+    assert add(places, functions) == [*places[:2], far]
+    assert add([far], functions[1:]) == [far]
+    many = [changed(name, OTHER) for name in ("log", "report", "aggregate", "train")]
+    whole = dataclasses.replace(changed("", OTHER), line=0)  # any line of the file
+    assert add([ran], [early]) == add([ran], many) == add([ran], [whole]) == [ran]
+
+
+@pytest.mark.parametrize(("name", "is_first"), [("Linear.__init__", True), ("set_seed", False)])
+def test_a_change_before_what_was_loaded(name: str, is_first: bool) -> None:
+    """It is first if it led to what set the value."""
+    code, sets = Code(record()), "Linear.reset_parameters"
+    found = edits.with_elsewhere(
+        [Place("m.py", 1, sets, Clue.RAN)],
+        [changed(name, C)],
+        code,
+        code.named("m.py", sets),
+        is_loaded=True,
+    )
+    assert [place.function for place in found] == ([name, sets] if is_first else [sets, name])
 
 
 def test_what_has_no_name_of_its_own() -> None:
@@ -128,3 +157,17 @@ def test_the_changed_line_of_what_other_evidence_names() -> None:
     made = Places(record(NORMS), [failure], changed=[edit])
     _, first = made.ranked(failure, PARTIAL)[0]
     assert (first.function, first.clue, first.line) == ("Linear.__init__", Clue.MARKS, 8)
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_marks_of_unchanged_code(is_near: bool) -> None:
+    """What the user changed may have removed them, if it ran near."""
+    failure, near, far = (
+        wrong(Kind.MAIN_GRAD),
+        changed("finalize", Phase.GRADIENTS),
+        changed("step", OTHER),
+    )
+    edit = dataclasses.replace(near if is_near else far, replaces=False)
+    _, first = Places(record(NORMS), [failure], changed=[edit]).ranked(failure, PARTIAL)[0]
+    marks = "Linear.__init__", Clue.MARKS
+    assert (first.function, first.clue) == (("finalize", Clue.CHANGED) if is_near else marks)

@@ -302,6 +302,9 @@ def test_what_is_left_out_of_a_norm() -> None:
     twice = dataclasses.replace(never(None), cause=Cause.COUNTED_TWICE, least=2, most=2)
     found = [weights(wrong(Kind.COUNTED), twice, few=few) for few in (True, False)]
     assert [names.get("Linear.__init__") for names in found] == [1.0, None]
+    # No mark makes some elements of a parameter count instead of others.
+    overlapping = dataclasses.replace(twice, least=0)
+    assert "Linear.__init__" not in weights(wrong(Kind.COUNTED), overlapping, few=True)
 
 
 def test_the_norm_of_all_parameters() -> None:

@@ -166,6 +166,24 @@ def test_loads_that_were_not_summed() -> None:
         assert explanations.hint_text(why, other) == "a missing average over dp"
 
 
+@pytest.mark.parametrize(
+    ("least", "text", "hint"),
+    [
+        (2, "counted 2 times in the gradient norm", "a mark of tensor parallelism or of sharing"),
+        (0, "some elements are counted 2 times in the gradient norm, and others", "which elements"),
+    ],
+)
+def test_elements_that_are_counted_instead_of_others(least: int, text: str, hint: str) -> None:
+    """No mark or group does that."""
+    norm = Statistic.GRAD_NORM
+    finding = findings.Miscounted(
+        Cause.COUNTED_TWICE, statistic=norm, least=least, most=2, names=("a",)
+    )
+    why = Explanation(finding)
+    assert explanations.explanation_text(why, VERDICT).startswith(text)
+    assert explanations.hint_text(why, VERDICT).startswith(hint)
+
+
 def test_an_explanation_says_where_and_how_many() -> None:
     """After what was tested: the other gradients, then the ranks."""
     why = Explanation(
