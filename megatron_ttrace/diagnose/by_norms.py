@@ -50,8 +50,11 @@ class ByNorms:
             self._find(code, ledger, outcomes, pattern(module_of(verdict.name)))
 
     def weight(self, number: int) -> float:
-        """Of a function: less if all it did in this direction is right, or was wrong before."""
-        near = self._near.get(number, {})
+        """Of a function: less if all it did in this direction is right, or was wrong before.
+
+        Norms that show no function that strays do not show what is wrong.
+        """
+        near = self._near.get(number, {}) if self.straying else {}
         agreements = {agreed for (_, phase), agreed in near.items() if phase is self._phase}
         return _LESS if agreements and agreements <= _SPEAK_AGAINST else 1.0
 

@@ -93,11 +93,14 @@ def test_places():
 
 
 @pytest.mark.parametrize("agreement", [ALIKE, GIVEN_OTHER])
-def test_what_is_right_or_was_given_something_wrong(agreement):
-    """Both speak against a function, in the direction that fails."""
-    less = points(compared("Product.forward", agreement))["Product.forward"]
-    same = points(compared("Product.forward", agreement, phase=B))["Product.forward"]
-    assert less < same == points()["Product.forward"]
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_what_is_right_or_was_given_something_wrong(agreement, is_shown):
+    """Both speak against a function, in the direction that fails, if the norms show the fault."""
+    strays = [compared("reduce", STRAYS)] * is_shown
+    less = points(*strays, compared("Product.forward", agreement))["Product.forward"]
+    same = points(*strays, compared("Product.forward", agreement, phase=B))["Product.forward"]
+    assert (less < same) == is_shown
+    assert same == points()["Product.forward"]
 
 
 @pytest.mark.parametrize("module", [LINEAR, NORM])
