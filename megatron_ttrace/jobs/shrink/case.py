@@ -11,6 +11,10 @@ from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 """Options with the layers of the end stages of a pipeline."""
 
+_OVERLAPPED = {"use_megatron_fsdp": 4, "overlap_moe_expert_parallel_comm": 3}
+"""Options with which communication of a layer overlaps computation of its neighbours, and layers
+that it takes to have one between others, or to use both of two buffers twice."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
@@ -116,12 +120,13 @@ class Case:
             while sum(stage.count("t") for stage in stages) < _least(self):
                 stages = [stage.replace("t", "tt", 1) for stage in stages]
             return Depth(sum(stage.count("t") for stage in stages), stages=tuple(stages))
-        chunks = small.pp * small.chunks
         before = max(1, flags.integer("num_layers", 2) // (large.pp * large.chunks))
-        per_chunk = 2 if chunks == 1 or small.chunks == 1 else min(2, before)
+        most = max([2, *(count for option, count in _OVERLAPPED.items() if flags.has(option))])
+        per_chunk = min(most, before if small.chunks > 1 else max(2, before))
         if (together := flags.integer("recompute_num_layers")) > 1:
-            # Layers that are recomputed together, and as many that are not of them.
-            per_chunk = max(per_chunk, 4 if together < before else 2)
+            # Layers that are recomputed together, and others: as many, or fewer if so before.
+            more = 4 if before % together == 0 else 3
+            per_chunk = max(per_chunk, more if together < before else 2)
         depth = _stages_alike(self, per_chunk)
         while depth.layers < _least(self):
             per_chunk += 1
@@ -146,7 +151,8 @@ def _stages_alike(case: Case, per_chunk: int) -> Depth:
 
 def _least(case: Case) -> int:
     """Layers that it takes to have one of each kind."""
-    least = 2
+    # Two that are offloaded, and one that is not, which Megatron asks for.
+    least = 3 if case.flags.integer("cpu_offloading_num_layers") > 1 else 2
     for value in case.frequencies.values():
         least = max(least, patterns.kinds(value) if isinstance(value, list) else min(2, value))
     if case.flags.has("first_last_layers_bf16"):

@@ -359,19 +359,29 @@ def batch(case: Case) -> Iterator[Change]:
         size *= 2
     if batch:
         yield from _sizes("microbatches for every phase of a step", global_batch_size=size)
+    if 0 < flags.integer("wgrad_deferral_limit") < before:
+        why = "some microbatches are beyond it"
+        yield from _sizes(why, wgrad_deferral_limit=max(1, count // 2))
 
 
 def _microbatches(case: Case, before: int) -> int:
-    """Microbatches per data-parallel rank."""
+    """Microbatches per data-parallel rank.
+
+    In a pipeline, as before, they may all be in the warm-up of the first stage: fewer than stages,
+    or a single group of an interleaved schedule.
+    """
+    large, small = case.large, case.small
     if before <= 1:
         return 1
-    if case.small.pp == 1:
+    if small.pp == 1:
         return min(3, before)  # one in the middle, and not as many as an axis has ranks
-    group = case.flags.integer("microbatch_group_size_per_vp_stage")
-    if group and case.small.chunks > 1:
-        short = _group(case)
-        return 2 * short if before % group == 0 else short + case.small.pp
-    return 2 * case.small.pp
+    if small.chunks == 1:
+        return 2 * small.pp if before >= large.pp else max(2, small.pp - 1)
+    group = case.flags.integer("microbatch_group_size_per_vp_stage") or large.pp
+    ahead = 2 * (large.pp - 1) + (large.chunks - 1) * group
+    if before * large.chunks <= ahead:
+        return _group(case)
+    return _group(case) + (small.pp if before % group else _group(case))
 
 
 def _group(case: Case) -> int:

@@ -97,6 +97,8 @@ PIPELINE = "--pipeline-model-parallel-size 8"
     num_layers=2, mtp_num_layers=2
 --num-layers 24 --recompute-num-layers 6
     num_layers=4, recompute_num_layers=2
+--num-layers 20 --recompute-num-layers 6
+    num_layers=3, recompute_num_layers=2
 --num-layers 24 --recompute-num-layers 1
     num_layers=2, recompute_num_layers=1
 --pipeline-model-parallel-size 2 --hybrid-layer-pattern M-M*-|MM --num-layers 9
@@ -107,6 +109,13 @@ PIPELINE = "--pipeline-model-parallel-size 8"
     recompute_num_layers=2
 --encoder-num-layers 12
     encoder_num_layers=2
+--num-layers 64 --cpu-offloading-num-layers 10
+    num_layers=3, cpu_offloading_num_layers=2
+--num-layers 64 --use-megatron-fsdp
+    num_layers=4
+--pipeline-model-parallel-size 2 --num-layers 64 --overlap-moe-expert-parallel-comm
+--num-virtual-stages-per-pipeline-rank 8
+    num_layers=18, num_virtual_stages_per_pipeline_rank=3
 """),
 )
 def test_layers(text, expected):
@@ -313,10 +322,21 @@ def test_length(text, expected):
 --micro-batch-size 1 --global-batch-size 160 --pipeline-model-parallel-size 8 --num-layers 32
 --microbatch-group-size-per-virtual-pipeline-stage 10 --num-virtual-stages-per-pipeline-rank 2
     micro_batch_size=1, global_batch_size=16
+--micro-batch-size 1 --global-batch-size 16 --pipeline-model-parallel-size 8 --num-layers 32
+--num-virtual-stages-per-pipeline-rank 2
+    micro_batch_size=1, global_batch_size=6
+--micro-batch-size 1 --global-batch-size 8 --pipeline-model-parallel-size 8
+    micro_batch_size=1, global_batch_size=4
+--micro-batch-size 1 --global-batch-size 32 --pipeline-model-parallel-size 8
+--wgrad-deferral-limit 12
+    micro_batch_size=1, global_batch_size=12, wgrad_deferral_limit=3
+--micro-batch-size 1 --global-batch-size 32 --pipeline-model-parallel-size 8
+--wgrad-deferral-limit 22
+    micro_batch_size=1, global_batch_size=12
 """),
 )
 def test_batch(text, expected):
-    """Accumulation stays, and every phase of a pipeline's schedule."""
+    """Accumulation stays, and every phase of a pipeline's schedule, or only its warm-up."""
     assert changes(rules.batch, text) == expected
 
 
