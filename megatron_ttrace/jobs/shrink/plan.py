@@ -106,6 +106,15 @@ def of_flags(command: Command, most: int) -> Plan:
     if not any(small.spread() == spread for small in smalls):
         names = ", ".join(spread)
         lost.append(f"all axes in one job ({names}): {len(smalls)} jobs have all pairs of them")
+    short = [
+        axis
+        for axis in axes.FLAGS
+        if axis not in axes.LONGER and axes.longer(large, axis)
+        if not any(axes.longer(small, axis) for small in smalls)
+    ]
+    if short:
+        names = ", ".join(short)
+        lost.append(f"more than two ranks along {names}: of two, the next is also the previous one")
     for axis, what in axes.LONGER.items():
         having = {small.spread() for small in smalls if axes.longer(small, axis)}
         if axes.longer(large, axis) and having <= {(axis,)} - {spread}:

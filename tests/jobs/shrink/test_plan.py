@@ -128,6 +128,14 @@ def test_a_ring():
     assert job.axes.cp == 2
 
 
+def test_two_ranks_of_more():
+    """What only shows with a rank between two others is named, for axes without such a job."""
+    text = "--tensor-model-parallel-size 4 --context-parallel-size 4 --pipeline-model-parallel-size"
+    (first, *_) = shrunk(f"{text} 4", 256).lost[1:]
+    assert first.startswith("more than two ranks along tp, dp:")
+    assert not shrunk("--tensor-model-parallel-size 2", 4).lost
+
+
 def test_several_jobs():
     small = shrunk(f"{LARGE} --context-parallel-size 4")
     assert len(small.jobs) > 1
