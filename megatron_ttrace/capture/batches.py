@@ -6,6 +6,7 @@ the traced iteration's batches are fetched first and then served to Megatron: th
 the same calls in the same order, only earlier.
 """
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -58,19 +59,32 @@ class Served:
         return [tensors_of(item) for item in self._fetched[0]]
 
     def serve(
-        self, change: Callable[[Any], Any] | None = None, *, in_rehearsal: bool = False
+        self,
+        change: Callable[[Any], Any] | None = None,
+        *,
+        in_rehearsal: bool = False,
+        later: bool = False,
     ) -> None:
         """(Re)start serving from the first microbatch, each passed through ``change``.
 
         What a rehearsal reads beyond these, as a script does that takes several for a microbatch,
-        is served again, too.
+        is served again, too. With ``later`` each is the one after it, if there is one.
         """
         for wrapper, source, items in zip(
             self._wrappers, self._sources, self._fetched, strict=True
         ):
-            wrapper.iterable = _serve(
-                items, _kept(source, items) if in_rehearsal else source, change
-            )
+            rest = _kept(source, items) if in_rehearsal else source
+            if later:
+                rest = _endless(rest, items)
+            wrapper.iterable = _serve(items[later:], rest, change)
+
+
+def _endless(source: Iterator[Any], items: list[Any]) -> Iterator[Any]:
+    """What the source has, then the last item: nobody asked for more than were fetched."""
+    with contextlib.suppress(Exception):
+        yield from source
+    while True:
+        yield _copied(items[-1])
 
 
 def _kept(source: Iterator[Any], items: list[Any]) -> Iterator[Any]:
@@ -90,7 +104,7 @@ def _serve(
     items: list[Any], source: Iterator[Any], change: Callable[[Any], Any] | None
 ) -> Iterator[Any]:
     # A script may replace values in what it is given, or write into tensors: hand out copies.
-    for item in itertools.chain(map(_copied, [*items]), source):
+    for item in itertools.chain(map(_copied, items), source):
         yield item if change is None else change(item)
 
 

@@ -271,7 +271,8 @@ class CandidateSession:
             if not all(self.ranks.exchange("warming up", self._is_initialised)):
                 self._await_reference()
                 self.rehearsal.equal_start(StartValues(self.comparison.reference, block.first))
-            self.rehearsal.serve(block.served)
+            # Of other batches, too: what is kept of one of them, as its masks, would be right.
+            self.rehearsal.serve(block.served, later=True)
             self.ranks.meet("warming up")
             self.rehearsal.step(block.run)
             self.ranks.meet("warming up")

@@ -320,13 +320,17 @@ class Rehearsal:
             if balancing.is_bias(place.name):
                 put(place, buffer)
 
-    def serve(self, served: Served) -> None:
-        """Serve fetched batches to a rehearsal, with ids that use the whole vocabulary."""
+    def serve(self, served: Served, *, later: bool = False) -> None:
+        """Serve fetched batches to a rehearsal, with ids that use the whole vocabulary.
+
+        Or, ``later``, those that follow them.
+        """
         vocabulary = getattr(self._args, "padded_vocab_size", None)
         if self._settings.init == "reveal" and vocabulary:
-            served.serve(lambda item: spread_ids(item, vocabulary), in_rehearsal=True)
+            change = functools.partial(spread_ids, vocabulary=vocabulary)
+            served.serve(change, in_rehearsal=True, later=later)
         else:
-            served.serve(in_rehearsal=True)
+            served.serve(in_rehearsal=True, later=later)
 
     def trace(
         self,

@@ -199,3 +199,20 @@ def test_a_script_that_reads_further():
     served.serve()
     assert taken(iterator, 6) == [0, 1, 2, 3, 4, 5]
     assert asked == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("end", [None, OSError("gone")])
+def test_batches_that_follow(end):
+    """Each is the one after it, once more the last if there is none; none is lost to training."""
+
+    def ending():
+        yield from loader([], count=3)
+        if end:
+            raise end
+
+    iterator = Wrapper(ending())
+    served = Served(iterator, 2)
+    served.serve(in_rehearsal=True, later=True)
+    assert taken(iterator, 4) == [1, 2, 2, 2]
+    served.serve()
+    assert taken(iterator, 3) == [0, 1, 2]

@@ -2,15 +2,19 @@
 """How a candidate's answer is concluded."""
 
 import os
+from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.jobs.settings import Keep, Settings
 from megatron_ttrace.run import answer, candidate
 from megatron_ttrace.run.candidate import CandidateSession
+from megatron_ttrace.run.rehearsal import Block, Rehearsal
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.records import Result
 from megatron_ttrace.trace.store import announce
@@ -128,3 +132,20 @@ def test_a_reference_that_is_read_early(
     early = session._early()
     assert (early is not None) == is_early
     assert len(os.listdir("/proc/self/fd")) - handles == int(is_early)
+
+
+def test_the_step_before_has_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of a step's batches is wrong in the next one, also where masks are alike."""
+    iterator, seen = SimpleNamespace(iterable=iter("abc")), []
+    served = Served(iterator, 2)
+    rehearsal: Any = object.__new__(Rehearsal)
+    rehearsal._args, rehearsal._settings = SimpleNamespace(padded_vocab_size=9), Settings()
+    rehearsal.steps = lambda *, restore: nullcontext()
+    rehearsal.step = lambda run: seen.extend(run())
+    session: Any = object.__new__(CandidateSession)
+    session.rehearsal, session.model = rehearsal, SimpleNamespace(chunks=[])
+    session.ranks = SimpleNamespace(meet=lambda _: None, exchange=lambda *_: [True])
+    session._warm_up(Block([1], 2, served, lambda: islice(iterator.iterable, 2)))
+    assert seen == ["b", "c"]
+    served.serve()
+    assert [*iterator.iterable] == ["a", "b", "c"]
