@@ -166,7 +166,7 @@ def _shrunk(
 
     from megatron_ttrace.cli import shrink
     from megatron_ttrace.jobs import job
-    from megatron_ttrace.jobs.provenance import SHRUNK
+    from megatron_ttrace.jobs.provenance import NODES, SHRUNK
     from megatron_ttrace.jobs.shrink import documents
 
     scripts.require(command_.script)
@@ -189,6 +189,7 @@ def _shrunk(
     smalls = training.small(large, plan.jobs, prefix)
     for number, (small_job, (small, file)) in enumerate(zip(plan.jobs, smalls, strict=True), 1):
         ranks = small_job.axes.ranks
+        nodes = 2 if large.nodes > 1 and ranks % 2 == 0 else 1
         if len(plan.jobs) > 1:
             settings = dataclasses.replace(settings, directory=folder / str(number))
             say(f"job {number} of {len(plan.jobs)}: {ranks} ranks")
@@ -200,7 +201,7 @@ def _shrunk(
                 fork=not args.no_fork,
                 nproc=ranks,
                 settle=not args.once,
-                environment={SHRUNK: plan.stands_for()},
+                environment={SHRUNK: plan.stands_for(), NODES: str(nodes)},
             )
         except TTraceError as error:
             signals.check()

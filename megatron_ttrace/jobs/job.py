@@ -183,6 +183,7 @@ def _run_ranks(job: Job, run_id: str, fork: bool, progress: Progress) -> ranks.O
     # Without the fork server rank 0 limits the reference run, and should give up first.
     timeout = job.settings.timeout + (0.0 if fork else _MARGIN_SECONDS)
     watch = _Watch(job, ranks.log_of(logs, 0), progress, fork)
+    nodes = int(job.environment.get(provenance.NODES, "1"))
     for _ in range(2):
         observed = ranks.run_ranks(
             job.nproc,
@@ -192,6 +193,8 @@ def _run_ranks(job: Job, run_id: str, fork: bool, progress: Progress) -> ranks.O
             environment=environment,
             progress=watch,
             patience=Patience(timeout, progress.note, _logs_of_references(job)),
+            # A rank's GPU is the one of its local number.
+            nodes=nodes if nodes > 1 and forkserver.needs_cpu(settings.device) else 1,
         )
         watch.flush()
         if not any(port_was_taken(ranks.log_of(logs, rank)) for rank in range(job.nproc)):

@@ -31,6 +31,8 @@ COMMAND = "TTRACE_COMMAND"
 
 SHRUNK = "TTRACE_SHRUNK"
 """Environment variable: what the job under check stands for, if that is a larger one."""
+NODES = "TTRACE_NODES"
+"""Environment variable: on how many machines its ranks seem to be, without a GPU."""
 
 _GIT_SECONDS = 5.0
 _DISTRIBUTIONS = (

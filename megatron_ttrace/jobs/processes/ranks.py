@@ -70,6 +70,7 @@ def run_ranks(
     progress: Callable[[], None] = lambda: None,
     patience: Patience | None = None,
     world: int | None = None,
+    nodes: int = 1,
 ) -> Observed:
     """Run ``[python, script, *args]`` as ``nproc`` ranks to their end.
 
@@ -78,7 +79,8 @@ def run_ranks(
 
     With ``fork`` the ranks are forks of this process (``forkserver.preload`` first).
     ``environment`` is added to each rank's, and ``progress`` is called several times per second.
-    ``world``: ranks of the job, where only the first ``nproc`` of them are started.
+    ``world``: ranks of the job, where only the first ``nproc`` of them are started; ``nodes``: the
+    machines on which they seem to be.
 
     Raises:
         OutOfTimeError: when ``patience`` has run out.
@@ -90,10 +92,12 @@ def run_ranks(
     base = child.environment_of(
         world or nproc, {**threads, **(environment or {}), **job.environment}
     )
+    local = int(base["WORLD_SIZE"]) // nodes
+    base["LOCAL_WORLD_SIZE"] = str(local)
     with signals.orderly(), reported("a rank cannot be started", OSError):
         try:
             for rank in range(nproc):
-                variables = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                variables = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank % local)}
                 job.start(rank, command, variables, log_of(logs, rank))
             return job.watch(progress, patience or Patience(None))
         finally:

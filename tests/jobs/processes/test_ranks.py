@@ -59,6 +59,13 @@ def test_every_rank_knows_its_place(tmp_path, monkeypatch):
     assert int(place.split()[1]) > 1023
 
 
+def test_ranks_on_two_machines(tmp_path):
+    """So it seems: a rank's number is not the one on its machine."""
+    names = "NAMES = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE'.split()\n"
+    run(tmp_path, names + "print(*[os.environ[n] for n in NAMES])", nproc=4, nodes=2)
+    assert [log(tmp_path, rank) for rank in (1, 2)] == ["1 1 4 2\n", "2 0 4 2\n"]
+
+
 @pytest.mark.parametrize(
     ("end", "code"),
     [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV)],
