@@ -96,6 +96,12 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "in which it reads them, so layouts train on different samples: check the job with "
             "--ttrace-exit, which rearranges each sample by its index"
         )
+    at_once = getattr(args, "micro_batch_size", 1) * getattr(args, "data_parallel_size", 1)
+    if has("decrease_batch_size_if_needed") and (left := args.global_batch_size % at_once):
+        raise TTraceError(
+            f"--decrease-batch-size-if-needed: a step leaves {left} of its samples out, and one "
+            f"device does not: check it with --global-batch-size {args.global_batch_size - left}"
+        )
     if has("dataloader_seq_length") and getattr(args, "context_parallel_size", 1) > 1:
         raise TTraceError(
             "--context-parallel-size in a model of images: how ranks divide their samples is not "

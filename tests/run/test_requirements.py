@@ -53,6 +53,11 @@ REFUSED = [
         {},
         "contiguous context-parallel layout",
     ),
+    (
+        {"decrease_batch_size_if_needed": True, "data_parallel_size": 3, "micro_batch_size": 2},
+        {},
+        "leaves 2 of its samples out, .* --global-batch-size 6",
+    ),
     ({"use_megatron_fsdp": True, "load": "there"}, {}, "--use-megatron-fsdp with --load"),
     (
         {"overlap_moe_expert_parallel_comm": True, "hybrid_layer_pattern": "M*E"},
@@ -123,6 +128,7 @@ ACCEPTED = [
     ({"fim_data": True, "data_parallel_size": 2}, {"exit_after": True}),
     ({"rampup_batch_size": ["2", "2", "8"]}, {}),
     ({"step_batch_size_schedule": "0:4"}, {"iterations": (1, 2)}),
+    ({"decrease_batch_size_if_needed": True, "data_parallel_size": 4}, {}),
     ({"use_megatron_fsdp": True}, {}),
     ({"overlap_moe_expert_parallel_comm": True}, {}),
     ({"use_torch_fsdp2": True}, {}),
