@@ -77,9 +77,6 @@ def run(args: argparse.Namespace) -> int:
         raise TTraceError(
             "give name patterns ('ttrace eval matrix --list' shows the names) or --all"
         )
-    for pattern in args.patterns:
-        if not select(everything, [pattern]):
-            raise TTraceError(f"no configuration matches {pattern}: see --list")
     chosen = select(everything, args.patterns)
     from megatron_ttrace.evaluation.matrix import suite
     from megatron_ttrace.saved.runner import NO_WANDB, Runner

@@ -105,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> Options:
+    from megatron_ttrace.evaluation.bugs import catalogue
+    from megatron_ttrace.evaluation.matrix.configurations import configurations, select
     from megatron_ttrace.evaluation.nightly.records import NightPart
     from megatron_ttrace.evaluation.nightly.run import QUICK_BUGS, QUICK_MATRIX, Options
 
@@ -121,6 +123,9 @@ def _options(args: argparse.Namespace) -> Options:
         raise TTraceError(f"--recipes {args.recipes}: no such directory; give a checkout")
     if args.minutes is not None and args.minutes <= 0:
         raise TTraceError(f"--minutes {args.minutes:g}: more than 0 is needed")
+    select(configurations(), args.matrix)
+    for bug in args.bugs:
+        catalogue.find(catalogue.load_catalogue(), bug)
     return Options(
         parts=parts,
         bugs=tuple(args.bugs) or (QUICK_BUGS if args.quick else ()),

@@ -71,6 +71,8 @@ def test_commands_that_moved_have_their_old_names(name: str) -> None:
         ("eval nightly --quick --no-bugs --no-matrix", "nothing is left to run"),
         ("eval nightly --no-bugs --bug 11", "--bug: not allowed with argument --no-bugs"),
         ("eval nightly --recipes no/such", "--recipes no/such: no such directory"),
+        ("eval nightly --bug 999", "999: unknown; known: 01"),
+        ("eval nightly --matrix typo*", "no configuration matches typo*"),
         ("eval nightly --minutes 0", "--minutes 0"),
         ("eval nightly --bugs-flags '--bf16", "--bugs-flags: "),
         ("eval nightly --directory file/x", "not writable"),

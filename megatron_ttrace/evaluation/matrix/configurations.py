@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ttrace.evaluation.suites import Data, data_arguments
 from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.errors import TTraceError
 
 if TYPE_CHECKING:
     from megatron_ttrace.saved.runner import Case
@@ -115,10 +116,14 @@ def configurations() -> list[Configuration]:
     ]
 
 
-def select(everything: Iterable[Configuration], patterns: Sequence[str]) -> list[Configuration]:
-    """Those whose name matches any of the shell patterns (``*`` also matches slashes)."""
-    return [
-        configuration
-        for configuration in everything
-        if not patterns or any(fnmatch.fnmatch(configuration.name, pattern) for pattern in patterns)
-    ]
+def select(everything: Sequence[Configuration], patterns: Sequence[str]) -> list[Configuration]:
+    """Those whose name matches any of the shell patterns (``*`` also matches slashes).
+
+    Raises ``TTraceError`` for a pattern that none matches.
+    """
+    names = {pattern: fnmatch.filter((c.name for c in everything), pattern) for pattern in patterns}
+    for pattern, matching in names.items():
+        if not matching:
+            raise TTraceError(f"no configuration matches {pattern}: see ttrace eval matrix --list")
+    chosen = {name for matching in names.values() for name in matching}
+    return [c for c in everything if not patterns or c.name in chosen]
