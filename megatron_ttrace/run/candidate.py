@@ -267,11 +267,10 @@ class CandidateSession:
         (``is_first_batch`` in megatron/core/distributed/param_and_grad_buffer.py).
         """
         with self.rehearsal.steps(restore=True), gathering.in_forward_passes(self.model.chunks):
-            # Values of the run's own, not those of the traced step: a copy of them would be right.
+            # Own values and other batches, not those of the traced step: what is kept would be right.
             if not all(self.ranks.exchange("warming up", self._is_initialised)):
                 self._await_reference()
                 self.rehearsal.equal_start(StartValues(self.comparison.reference, block.first))
-            # Of other batches, too: what is kept of one of them, as its masks, would be right.
             self.rehearsal.serve(block.served, later=True)
             self.ranks.meet("warming up")
             self.rehearsal.step(block.run)
