@@ -267,7 +267,7 @@ class CandidateSession:
         (``is_first_batch`` in megatron/core/distributed/param_and_grad_buffer.py).
         """
         with self.rehearsal.steps(restore=True), gathering.in_forward_passes(self.model.chunks):
-            # Own values and other batches, not those of the traced step: what is kept would be right.
+            # Own values and other batches, not the traced ones: what is kept would be right.
             if not all(self.ranks.exchange("warming up", self._is_initialised)):
                 self._await_reference()
                 self.rehearsal.equal_start(StartValues(self.comparison.reference, block.first))
