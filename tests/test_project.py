@@ -314,7 +314,7 @@ def test_an_old_python_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -
     assert requires == ">=3.12"
 
 
-LINES = {"megatron_ttrace": 71_424, "tests": 72_213}
+LINES = {"megatron_ttrace": 71_456, "tests": 72_238}
 """Lines of Python. They only fall; a feature that raises one says so in its commit."""
 
 

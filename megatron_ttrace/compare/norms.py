@@ -5,17 +5,45 @@ Norms tell little of a tensor, but need no placement: if each rank has a part of
 squared norms add up to its own.
 """
 
+import contextlib
+import json
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 
+from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.collectives import Agreement, CallNorms, Compared, Norm, Phase, pattern
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.store import TraceReader, atomic_write
 
+FILE = "calls.jsonl"
+"""Of a reference: a line for each call."""
 _APART = 0.02
 """How far apart norms may be: of a tensor in 16 bits rounding moves it by less."""
 _SUMMAND = 0.5, 1.5
 """Between which norms a rank's summand of a tensor is: in shares of one rank's, and of the whole.
 Summands may add up, or cancel each other."""
+
+
+def write_calls(directory: Path, calls: Iterable[CallNorms]) -> None:
+    """Write ``calls.jsonl`` of a reference."""
+    lines = (f"{json.dumps(codec.encode(call))}\n" for call in calls)
+    atomic_write(directory / FILE, "".join(lines))
+
+
+def read_calls(reference: TraceReader, wanted: Collection[tuple[str, str]]) -> list[CallNorms]:
+    """The calls of some functions in some modules; fewer if the file is damaged, or absent.
+
+    A large model has thousands, which are read only where a place is looked for.
+    """
+    calls: list[CallNorms] = []
+    with contextlib.suppress(OSError, TTraceError, ValueError, LookupError, TypeError):
+        reference.verify(FILE)
+        for line in codec.lines(reference.directory / FILE, json.loads):
+            if (line["function"], line["module"]) in wanted:
+                calls.append(codec.decode(CallNorms, line))
+    return calls
 
 
 def agreements(

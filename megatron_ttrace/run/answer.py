@@ -109,8 +109,8 @@ def answer(
         for rank, (_, steps, _) in records.items()
     }
     recorded = [message for *_, message in records.values()]
-    norms = comparison.reference.reference.norms
-    ledger, ledger_notices = recording.merged(meshes, recorded, args, once, norms)
+    reference = comparison.reference
+    ledger, ledger_notices = recording.merged(meshes, recorded, args, once, reference)
     if any(directory.glob("*.index.jsonl")):
         is_complete = settings.saves_candidate
         meta = CandidateMeta(

@@ -14,7 +14,7 @@ from megatron_ttrace.capture.collectives import CollectiveTap
 from megatron_ttrace.capture.executed import ExecutedTap
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.compare import collectives
-from megatron_ttrace.compare.norms import agreements
+from megatron_ttrace.compare.norms import agreements, read_calls
 from megatron_ttrace.mcore import logged
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.checkpoints.buckets import shards_of
@@ -39,6 +39,7 @@ from megatron_ttrace.trace.collectives import (
 from megatron_ttrace.trace.errors import one_line
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Edits, Executed, Execution
 from megatron_ttrace.trace.meta import ReferenceMeta
+from megatron_ttrace.trace.store import TraceReader
 
 _CALLS, _SIZES = codec.decoder(tuple[Call, ...]), codec.decoder(tuple[Size, ...])
 _GROUP, _SOURCES = codec.decoder(Group), codec.decoder(Sources)
@@ -165,11 +166,12 @@ def merged(
     messages: Sequence[Any],
     args: MegatronArguments,
     once: folded.Once,
-    norms: Sequence[CallNorms] = (),
+    reference: TraceReader | None = None,
 ) -> tuple[Ledger, list[str]]:
     """The ledger of all ranks, and notices of what is missing in it. Never raises.
 
-    ``messages``: :meth:`Recording.message` of each rank. ``norms``: of the reference's calls.
+    ``messages``: :meth:`Recording.message` of each rank. ``reference``: has the calls of
+    functions that these are compared with.
     """
     try:
         ranks = [decoded(message, once) for message in messages]
@@ -180,8 +182,10 @@ def merged(
         sizes = [mesh.size(axis) for mesh in meshes[:1] for axis in ("tp", "cp", "ep")]
         factor = next((rank.factor for rank in ranks if rank.norms), 1.0)
         stages = (mesh.at("pp") for mesh in meshes)
-        calls = ((stage, rank.norms) for stage, rank in zip(stages, ranks, strict=True))
-        compared = agreements(((at, own) for at, own in calls if own), norms, sizes, factor)
+        calls = [(at, rank.norms) for at, rank in zip(stages, ranks, strict=True) if rank.norms]
+        wanted = {(call.function, call.module) for _, norms in calls for call in norms}
+        theirs = read_calls(reference, wanted) if reference and wanted else ()
+        compared = agreements(calls, theirs, sizes, factor)
     except Exception as error:  # noqa: BLE001 - it is an addition to the report
         return UNRECORDED, [f"the collectives were not recorded ({one_line(error)})"]
     lost = [f"rank {rank}: {record.error}" for rank, record in enumerate(ranks) if record.error][:1]

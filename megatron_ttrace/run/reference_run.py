@@ -26,6 +26,7 @@ from megatron_ttrace.capture.initial import (
 from megatron_ttrace.capture.step import StepSink, TracedModel
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.moved import Moved, write_moves
+from megatron_ttrace.compare.norms import write_calls
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.replaying import ReplaySink
 from megatron_ttrace.compare.sinks import CompareSink
@@ -161,6 +162,7 @@ class ReferenceSession:
         # A rank of several passes only its share to functions.
         is_recorded = self.ranks.size == 1 and not self._calls.error
         numbers = self._calls.numbers() | attributes_of(self.model.names)
+        write_calls(self._directory, self._calls.norms() if is_recorded else ())
         meta = ReferenceMeta(
             fingerprint=self._order.fingerprint,
             identity=self._order.identity,
@@ -175,7 +177,6 @@ class ReferenceSession:
             seconds=self._seconds,
             numbers=numbers if is_recorded else {},
             lines=self._calls.lines() if is_recorded else {},
-            norms=self._calls.norms() if is_recorded else (),
             in_blocks=self._in_blocks,
             layout=None if layout is None else dataclasses.asdict(layout),
             **self._arithmetic(),

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.codec import Bounds, Count, Record, Size
-from megatron_ttrace.trace.collectives import UNRECORDED, CallNorms, Ledger, Numbers
+from megatron_ttrace.trace.collectives import UNRECORDED, Ledger, Numbers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +44,6 @@ class ReferenceMeta(Record):
         numbers: that functions were given and returned, of a reference on one rank.
         in_blocks: matrices that it steps in the blocks that its candidate's ranks hold.
         lines: of the functions that ran there: bits in hexadecimal digits, from the first line on.
-        norms: of what they were given and returned.
     """
 
     role: str = "reference"
@@ -64,7 +63,6 @@ class ReferenceMeta(Record):
     epsilon: Annotated[float, Bounds(0.0, 0.5)] = 0.0
     numbers: Numbers = dataclasses.field(default_factory=dict)
     lines: dict[str, str] = dataclasses.field(default_factory=dict)
-    norms: tuple[CallNorms, ...] = ()
     in_blocks: tuple[str, ...] = ()
 
 

@@ -7,6 +7,7 @@ Layout of a trace directory::
     rank-00000.index.jsonl       one line per traced tensor, in execution order
     rank-00000.0000.safetensors  the tensors, in chunks
     tolerances.jsonl             (reference) how far perturbed replays moved each tensor
+    calls.jsonl                  (reference) norms of what functions were given and returned
     overrides.json               (reference) the order to the run that made it
     start.0000.safetensors       (reference on a CPU) start values of moments (``trace/start.py``)
     traced.json                  (reference) until it is complete: all tensors are there already

@@ -2,11 +2,13 @@
 """What functions were given and returned, by norms."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_ttrace.compare.norms import agreements
+from megatron_ttrace.compare.norms import FILE, agreements, read_calls, write_calls
 from megatron_ttrace.trace.collectives import Agreement, CallNorms, Norm, Phase
+from megatron_ttrace.trace.errors import TTraceError
 
 ALIKE, STRAYS, GIVEN_OTHER = Agreement.ALIKE, Agreement.STRAYS, Agreement.GIVEN_OTHER
 GIVEN = (8, 4.0)
@@ -111,6 +113,26 @@ def test_numbers():
     """Of a loss's scale, whoever set it is wrong; what returns it is not right either."""
     assert agreement(call((1, 5.0)), call((1, 50.0))) is None
     assert agreement(call((1, 5.0)), call((1, 5.0))) is ALIKE
+
+
+@pytest.mark.parametrize("damage", ["", "other", "cut", "no JSON", "no call", "absent"])
+def test_a_references_calls(damage, tmp_path):
+    """Those that are wanted; without them there are fewer places, and no more."""
+    calls = [call((8, 5.0)), call((8, math.inf), module="layers.2.mlp")]
+    write_calls(tmp_path, calls)
+    lines = {"cut": "{", "no JSON": "x\n", "no call": '{"function": 1}\n'}
+    with (tmp_path / FILE).open("a") as file:
+        file.write(lines.get(damage, ""))
+
+    def verify(name):
+        if damage == "other":
+            raise TTraceError(name)
+
+    reference = SimpleNamespace(directory=tmp_path, verify=verify)
+    if damage == "absent":
+        (tmp_path / FILE).unlink()
+    wanted = {("m.py:1 (f)", "layers.2.mlp")}
+    assert read_calls(reference, wanted) == calls[1:] * (damage not in ("other", "absent"))
 
 
 def test_no_number_in_the_reference():

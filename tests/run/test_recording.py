@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_ttrace.compare.norms import write_calls
 from megatron_ttrace.run.recording import changed, merged
 from megatron_ttrace.trace import codec, folded
 from megatron_ttrace.trace.collectives import CallNorms, Norm, Phase, RankLedger
@@ -56,7 +57,7 @@ def test_functions_that_were_not_recorded(why):
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(2.0, ["alike"]), (1.0, ["strays"])])
-def test_what_functions_returned(factor, expected):
+def test_what_functions_returned(factor, expected, tmp_path):
     """Of ranks that measured it; gradients have a factor."""
     given, half, whole = ((Norm(4, norm),) for norm in (1.0, 2.0, 4.0))
     theirs = CallNorms("m.py:1 (f)", "layers.0", Phase.BACKWARD, given, half)
@@ -66,5 +67,7 @@ def test_what_functions_returned(factor, expected):
     messages = [{**ledger.to_json(), "executed": executed} for ledger in ledgers]
     args = SimpleNamespace(bf16=True, num_experts=None, accumulate_allreduce_grads_in_fp32=False)
     meshes = [mesh_of(rank, 2) for rank in range(2)]
-    ledger, _ = merged(meshes, messages, args, folded.Once(), [theirs])
+    write_calls(tmp_path, [theirs, dataclasses.replace(theirs, module="layers.1")])
+    reference = SimpleNamespace(directory=tmp_path, verify=lambda name: None)
+    ledger, _ = merged(meshes, messages, args, folded.Once(), reference)
     assert [each.agreement for each in ledger.compared] == expected
