@@ -314,7 +314,7 @@ def test_an_old_python_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -
     assert requires == ">=3.12"
 
 
-LINES = {"megatron_ttrace": 71_456, "tests": 72_238}
+LINES = {"megatron_ttrace": 71_464, "tests": 72_240}
 """Lines of Python. They only fall; a feature that raises one says so in its commit."""
 
 

@@ -6,7 +6,6 @@ the traced iteration's batches are fetched first and then served to Megatron: th
 the same calls in the same order, only earlier.
 """
 
-import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -70,21 +69,30 @@ class Served:
         What a rehearsal reads beyond these, as a script does that takes several for a microbatch,
         is served again, too. With ``later`` each is the one after it, if there is one.
         """
-        for wrapper, source, items in zip(
-            self._wrappers, self._sources, self._fetched, strict=True
+        for number, (wrapper, source, items) in enumerate(
+            zip(self._wrappers, self._sources, self._fetched, strict=True)
         ):
             rest = _kept(source, items) if in_rehearsal else source
             if later:
-                rest = _endless(rest, items)
+                rest = self._endless(rest, number)
             wrapper.iterable = _serve(items[later:], rest, change)
 
+    def _endless(self, rest: Iterator[Any], number: int) -> Iterator[Any]:
+        """What is left, then the last item: training did not ask for more than were fetched.
 
-def _endless(source: Iterator[Any], items: list[Any]) -> Iterator[Any]:
-    """What the source has, then the last item: nobody asked for more than were fetched."""
-    with contextlib.suppress(Exception):
-        yield from source
-    while True:
-        yield _copied(items[-1])
+        An error is raised where training reads that far itself.
+        """
+        try:
+            yield from rest
+        except Exception as error:  # noqa: BLE001 - it is raised later
+            self._sources[number] = _failing(error)
+        while True:
+            yield _copied(self._fetched[number][-1])
+
+
+def _failing(error: Exception) -> Iterator[Any]:
+    raise error
+    yield
 
 
 def _kept(source: Iterator[Any], items: list[Any]) -> Iterator[Any]:

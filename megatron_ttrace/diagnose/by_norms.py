@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which functions near a failure returned something else, though they were given the same.
 
-As modules are found by their inputs, which pass, and their outputs, which fail: the functions of a
-module by norms of what they were given and returned (compare/norms.py).
+A module is found by its inputs, which pass, and its output, which fails. Its functions are judged
+in the same way, by norms of what they were given and returned (compare/norms.py).
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def test_a_script_that_reads_further():
 
 @pytest.mark.parametrize("end", [None, OSError("gone")])
 def test_batches_that_follow(end):
-    """Each is the one after it, once more the last if there is none; none is lost to training."""
+    """Each is the one after it, or again the last; training loses none, nor an error."""
 
     def ending():
         yield from loader([], count=3)
@@ -216,3 +216,5 @@ def test_batches_that_follow(end):
     assert taken(iterator, 4) == [1, 2, 2, 2]
     served.serve()
     assert taken(iterator, 3) == [0, 1, 2]
+    with pytest.raises(type(end) if end else StopIteration):
+        next(iterator)
